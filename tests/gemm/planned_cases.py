@@ -150,7 +150,8 @@ def watching_saved() -> Iterator[Kept]:
     kept = Kept()
 
     def pack(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter):
+        # Empty ones take nothing: torch 2.11's checkpoints keep one.
+        if not isinstance(tensor, nn.Parameter) and tensor.numel():
             kept.tensors.append(tensor)
         return tensor
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
+from triton_cases import DEVICE, sums_step
 
 from scrimp.errors import DeviceError, ModelError, PlanError
 from scrimp.formats import Noise
@@ -29,12 +32,13 @@ IN, OUT = 32, 48
 
 
 @pytest.fixture(params=PAIRS, ids="-".join)
-def layer(request: pytest.FixtureRequest) -> tuple[nn.Linear, str]:
-    """A planned layer of 32 inputs and 48 outputs on one back end, and its recipe."""
+def layer(request: pytest.FixtureRequest) -> Iterator[tuple[nn.Linear, str]]:
+    """A planned layer of 32 inputs and 48 outputs on one back end, and its recipe; tensors lie where it runs."""
     name, recipe = request.param
     if name == "triton":
         pytest.importorskip("triton", reason="triton is not installed")
-    return made(BACKENDS[name], recipe), recipe
+    with torch.device(DEVICE if name == "triton" else "cpu"):
+        yield made(BACKENDS[name], recipe), recipe
 
 
 def made(backend: Backend, recipe: str) -> nn.Linear:
@@ -93,7 +97,8 @@ def test_numbers_that_are_not_finite_spread_as_in_the_reference(
     (x if where == "x" else g)[5, 3] = bad
     for ours, theirs in zip(gradients(linear, x, g), gradients(reference(recipe), x, g), strict=True):
         assert torch.equal(ours.isnan(), theirs.isnan())
-        assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3, equal_nan=True)
+        tolerance = 1e-3 if ours.device.type == "cpu" else sums_step() * 4 * IN
+        assert torch.allclose(ours, theirs, rtol=1e-3, atol=tolerance, equal_nan=True)
     y = linear(x) if where == "x" else None
     assert y is None or bool(y[5].isnan().all()), "an overflow is never rounded away"
 

@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
+from triton_cases import DEVICE
 
 from scrimp.errors import DeviceError, PlanError
 from scrimp.formats import Noise, quantize
 from scrimp.formats.codes import decode
-from scrimp.gemm.backends import TorchBackend, native
+from scrimp.gemm.backends import ReferenceBackend, TorchBackend, native
 from scrimp.gemm.backends.operands import pack_e2m1, unpack_e2m1
 from scrimp.gemm.problem import AXES, Shape, Use, operands_of
 from scrimp.precision import GEMMS, RECIPES, GemmRecipe, Operand, Recipe, lookup_element
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-BACKEND = TorchBackend()
+BACKEND, REFERENCE = TorchBackend(), ReferenceBackend()
 
 
 def operands(gemm: str, recipe: str, m: int, n: int, k: int) -> list[tuple[Tensor, Use]]:
@@ -42,10 +43,12 @@ def true_values(x: Tensor, use: Use) -> Tensor:
     return values if use.axis == -1 else values.T
 
 
-def prepared(gemm: str, recipe: str, m: int, n: int, k: int) -> tuple[Any, Any, Tensor, Tensor]:
+def prepared(
+    gemm: str, recipe: str, m: int, n: int, k: int, device: str = "cpu"
+) -> tuple[Any, Any, Tensor, Tensor]:
     (a, a_use), (b, b_use) = operands(gemm, recipe, m, n, k)
-    left, right = true_values(a, a_use), true_values(b, b_use)
-    return BACKEND.prepare(a, a_use), BACKEND.prepare(b, b_use), left, right
+    left, right = true_values(a, a_use).to(device), true_values(b, b_use).to(device)
+    return BACKEND.prepare(a.to(device), a_use), BACKEND.prepare(b.to(device), b_use), left, right
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -237,16 +240,16 @@ def test_codes_of_tritons_quantizers_serve_torchs_kernels(monkeypatch: pytest.Mo
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(native.F, "scaled_mm", kernel)
     monkeypatch.setattr(native, "_has_kernel", lambda x, operand: True)
-    a, b, left, right = prepared(gemm, "fp8", 70, 144, 256)
+    a, b, left, right = prepared(gemm, "fp8", 70, 144, 256, DEVICE)
     y = native._tile_product(gemm, a, b, torch.float32).double()
     assert bool(((y - left @ right.T).abs() <= 2.0**-22 * (left.abs() @ right.abs().T)).all())
 
 
 def test_one_pass_gives_both_operands_and_stored_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    x = torch.randn(70, 144)
+    x = torch.randn(70, 144, device=DEVICE)
     uses = [Use(Operand("e4m3", "tile"), axis, Noise(1)) for axis in (-1, -2)]
-    alone = [BACKEND.prepare(x, use) for use in uses]
+    alone = [BACKEND.load(REFERENCE.store(x, use)) for use in uses]
     monkeypatch.setattr(native, "_has_kernel", lambda x, operand: True)
     first, codes = BACKEND.prepare_and_store(x, *uses)
     for ours, theirs in zip(

@@ -69,9 +69,14 @@ def scales_of(
     return e4m3_scales(amax, tensor_scale, no_clip=no_clip)
 
 
+def quotient(amax: Tensor, divisor: float) -> Tensor:
+    """amax / divisor as IEEE rounds it: by a Python number torch's CUDA kernel multiplies by the reciprocal instead."""
+    return amax / torch.full((), divisor, dtype=amax.dtype, device=amax.device)
+
+
 def fp32_scales(amax: Tensor, element: Element) -> GroupScales:
     """One fp32 scale per group."""
-    scale = (amax / element.max_value).clamp_min_(SMALLEST_NORMAL)
+    scale = quotient(amax, element.max_value).clamp_min_(SMALLEST_NORMAL)
     scale = torch.where(amax == 0, 1.0, scale)
     scale = torch.where(torch.isfinite(amax), scale, torch.nan)
     return GroupScales(scale, scale, scale)
@@ -80,7 +85,7 @@ def fp32_scales(amax: Tensor, element: Element) -> GroupScales:
 def e8m0_scales(amax: Tensor, element: Element, *, no_clip: bool) -> GroupScales:
     """A power of two per group."""
     if no_clip:
-        bits = (amax / element.max_value).view(torch.int32)
+        bits = quotient(amax, element.max_value).view(torch.int32)
         biased = (bits >> 23) + ((bits & _MANTISSA_FIELD) > 0)
     else:
         biased = (amax.view(torch.int32) >> 23) - element.max_exponent
@@ -101,7 +106,7 @@ def e8m0_value(biased: Tensor) -> Tensor:
 
 def nvfp4_tensor_scale(amax: Tensor, *, largest_block_scale: float = E4M3_MAX) -> Tensor:
     """g, the fp32 scale of the whole tensor; 1 for zeros, NaN where a number is not finite."""
-    scale = (amax / (6.0 * largest_block_scale)).clamp_min_(SMALLEST_NORMAL)
+    scale = quotient(amax, 6.0 * largest_block_scale).clamp_min_(SMALLEST_NORMAL)
     scale = torch.where(amax == 0, 1.0, scale)
     return torch.where(torch.isfinite(amax), scale, torch.nan)
 
@@ -120,7 +125,7 @@ def e4m3_scales(amax: Tensor, tensor_scale: Tensor, *, no_clip: bool, largest: f
     Returns:
         scales whose `encode` is for x times `lift_of(tensor_scale)`.
     """
-    wanted = ((amax / largest) / tensor_scale).clamp_max_(E4M3_MAX)
+    wanted = (quotient(amax, largest) / tensor_scale).clamp_max_(E4M3_MAX)
     stored = wanted.to(torch.float8_e4m3fn)
     decode = stored.to(torch.float32)
     if no_clip:

@@ -240,7 +240,9 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(
-        torch.Tensor, "is_pinned", lambda self: self.data_ptr() in {pointer for pointer, _ in runtime.pinned}
+        torch.Tensor,
+        "is_pinned",  # torch asks of the storage's beginning
+        lambda self: self.untyped_storage().data_ptr() in {pointer for pointer, _ in runtime.pinned},
     )
     return runtime
 

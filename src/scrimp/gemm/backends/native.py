@@ -7,8 +7,8 @@ Method   Codes of both operands have the summed axis last ("TN"): A [M, K] row-m
 
          ==============  ===========================================================================
          tensor          one number
-         row             [M, 1] and [1, N]; for fp32 results as a factor on the result, because kernels for
-                         row scales may give 16 bits only
+         row             [M, 1] and [1, N]; for fp32 results, and on a CPU, as a factor on the result:
+                         kernels for row scales may give 16 bits only, and torch 2.11 has none for a CPU
          tile            [rows, K / 128], stride (1, rows); A padded to a multiple of 4 rows
          block           [round_up(K / 128, 4), N / 128], stride 1 on the first axis
          mx, nvfp4       padded to 128 rows x 4 columns, in tiles of 32 x 4 x 4 ("swizzled"); NVFP4's fp32
@@ -202,9 +202,9 @@ def _tensor_product(gemm: str, a: _Codes, b: _Codes, out: torch.dtype) -> Tensor
 
 def _row_product(gemm: str, a: _Codes, b: _Codes, out: torch.dtype) -> Tensor:
     a_scales, b_scales = a.scales.reshape(-1, 1), b.scales.reshape(1, -1)
-    if out == torch.float32:
+    if out == torch.float32 or a_scales.device.type == "cpu":
         one = torch.ones((), device=a_scales.device)
-        return _scaled(gemm, a, b, one, one, out) * a_scales * b_scales
+        return (_scaled(gemm, a, b, one, one, torch.float32) * a_scales * b_scales).to(out)
     return _scaled(gemm, a, b, a_scales.contiguous(), b_scales.contiguous(), out)
 
 

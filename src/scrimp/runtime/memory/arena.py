@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
+import mmap
 import resource
 import threading
 import weakref
@@ -33,7 +34,6 @@ from scrimp.errors import DeviceError, PlanError
 ALIGNMENT = 512
 """Bytes; the alignment of torch's own CUDA allocations, so that a copy may be viewed as what the original was."""
 SLAB_BYTES = 64 * 2**30
-_PAGE = 4096
 _LESS = (
     "keep less on the host: lower budget.host_memory, or memory.weights, memory.gradients and memory.optimizer where "
     "they are set, or choose memory.activations without +offload"
@@ -291,17 +291,16 @@ def _slab_sizes(nbytes: int, slab_bytes: int) -> list[int]:
 
 
 def _allocate(size: int) -> Tensor:
-    """Bytes that begin at a page, as pinning wants."""
+    """Bytes that begin at a page, as pinning wants; so does their storage, by which torch tells what is pinned."""
     try:
-        raw = torch.empty(size + _PAGE, dtype=torch.uint8, device="cpu")
-    except RuntimeError as error:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
         raise HostBudgetError(
             "the system gives no memory for the arena",
             got=f"{size:,} bytes refused",
             do=_LESS,
         ) from error
-    start = -raw.data_ptr() % _PAGE
-    return raw[start : start + size]
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _pin(slab: Tensor, total: int, device: torch.device) -> None:
