@@ -2,10 +2,11 @@
 
 smoke     Before every other part, in a minute: a matrix product, and four steps in fp8. Where it fails nothing else is
           begun.
-checks    The tests of the GEMMs (Triton's kernels compiled, not interpreted) and those marked `gpu`; `scrimp doctor`. A
+checks    The tests of the GEMMs (Triton's kernels compiled, not interpreted) and those marked `gpu`. A
           compiled bf16 run on packed documents: its loss falls; two runs with the same seed and one that
           is resumed half-way have the same losses bit for bit; its predicted peak memory is compared with the
           measured one. The exported model gives the same greedy text in transformers.
+doctor    `scrimp doctor`: every product of every recipe and back end, right and how fast.
 formats   What FP8 tensor cores keep of a sum (accumulator.py). Runs in fp8, nvfp4 and fp4: the loss falls
           and stays near bf16's on the same data. Peak memory of fp8 against bf16.
 gemm      gemm.py: every GEMM and the quantizers.
@@ -380,12 +381,12 @@ PART_S = 535.0
 PARTS: dict[str, tuple[Check, ...]] = {
     "checks": (
         *limited(170, check_gemm_tests),
-        *limited(60, check_doctor),
         *limited(85, check_gpu_tests, check_determinism),
         *limited(60, check_resume),
         *limited(10, check_memory),
         *limited(60, check_export),
     ),
+    "doctor": limited(WHOLE, check_doctor),
     "formats": (
         *limited(60, check_accumulator),
         *limited(110, *(partial(check_losses, recipe) for recipe in NEAR)),
