@@ -15,12 +15,18 @@ from safetensors.torch import load_file
 from tiny_run import TINY, flags, losses, records, write_corpus
 
 from scrimp.cli import main
+from scrimp.cli.trained import load_executable
+from scrimp.config import load_config
 from scrimp.gemm import Clock, LinearPrecision
 from scrimp.gemm.backends import Backend, ReferenceBackend
 from scrimp.planner import Plan
 from scrimp.precision import GEMMS
 from scrimp.runtime import Executable, prove
 from scrimp.training import session, setup
+from scrimp.training.evaluation import evaluate
+from scrimp.training.run_data import open_run_corpus
+from scrimp.training.trained_weights import open_target
+from scrimp.world import ALONE
 
 STEPS = 12
 MIXED = "fp4,*.wgrad=bf16,*.mlp.down.saved=recompute"
@@ -356,3 +362,36 @@ def test_an_exported_model_has_the_parameters_as_they_were_trained(
         assert torch.equal(exported[theirs].float(), trained[mine].float())
         # Nothing quantized: an fp8 tensor has at most 255 values.
         assert len(exported[theirs].unique()) > 300
+
+
+# ---- evaluations
+
+
+def test_evaluations_in_the_working_format_are_those_of_the_weights_alone(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """As the run's checkpoint is evaluated, whose model has no planned layer; in the plan's formats it is another."""
+    found = {}
+    for formats in ("plan", "working"):
+        words = flags(corpus, tmp_path / formats, f"--evaluation.formats={formats}")
+        more = (
+            "--precision=fp4,head=fp8,*.mlp.down.saved=recompute",
+            "--train.steps=2",
+            "--evaluation.every=1",
+        )
+        assert main([*words, *more]) == 0
+        events = records(tmp_path / formats, "events.jsonl")
+        found[formats] = [event["loss"] for event in events if event["kind"] == "evaluation"]
+    assert losses(tmp_path / "plan") == losses(tmp_path / "working")  # training is the same
+    assert all(a != b for a, b in zip(*found.values(), strict=True))
+    target = open_target(tmp_path / "working")
+    config = load_config(tmp_path / "working" / "config.toml")
+    of_weights = evaluate(
+        load_executable(target, "cpu"),
+        open_run_corpus(config, ALONE, progress=False).held_out,
+        sequence=config.train.sequence,
+        micro_batch=config.train.micro_batch,
+        max_tokens=config.evaluation.tokens,
+        mask_documents=config.data.mask_documents,
+    )
+    assert found["working"][-1] == of_weights.loss

@@ -192,6 +192,21 @@ class Executable:
         assert self.planned is not None, "formats change only in a model that was made for it"
         self.planned.replan({layer: plan.gemms[layer] for layer in self.planned.layers})
 
+    @contextlib.contextmanager
+    def in_working_format(self) -> Iterator[None]:
+        """Forward passes inside run every GEMM in the working format; nothing is left of it."""
+        layers = {} if self.planned is None else dict(self.planned.layers)
+        if self.model.planned_head is not None:
+            layers[HEAD] = self.model.planned_head
+        before = {name: layer.precision for name, layer in layers.items()}
+        for layer in layers.values():
+            layer.replan(dataclasses.replace(layer.precision, fprop=self.precision))
+        try:
+            yield
+        finally:
+            for name, layer in layers.items():
+                layer.replan(before[name])
+
     def give_up(self) -> None:
         """A step was broken off: nothing of it waits or is on its way."""
         if self.host is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from scrimp.training.callbacks.base import Callback, Record
 from scrimp.training.evaluation import Evaluation, evaluate
 from scrimp.training.memory.between_phases import EVALUATION
@@ -35,14 +37,16 @@ class Evaluations(Callback):
             run.outer.meet()
         run.line.phase("evaluating")
         run.phases.switch(EVALUATION)
-        found = evaluate(
-            run.executable,
-            run.corpus.held_out,
-            sequence=run.train.sequence,
-            micro_batch=run.train.micro_batch,
-            max_tokens=run.config.evaluation.tokens,
-            mask_documents=run.config.data.mask_documents,
-        )
+        is_working = run.config.evaluation.formats == "working"
+        with run.executable.in_working_format() if is_working else contextlib.nullcontext():
+            found = evaluate(
+                run.executable,
+                run.corpus.held_out,
+                sequence=run.train.sequence,
+                micro_batch=run.train.micro_batch,
+                max_tokens=run.config.evaluation.tokens,
+                mask_documents=run.config.data.mask_documents,
+            )
         sentence = f"held-out loss {found.loss:.4f}, {found.bits_per_byte:.4f} bits per byte"
         run.tell("evaluation", sentence, loss=found.loss, bits_per_byte=found.bits_per_byte)
         self._last = (run.step, found)
