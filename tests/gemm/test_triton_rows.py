@@ -20,6 +20,7 @@ from scrimp.errors import PlanError
 from scrimp.formats import Noise, QuantizedTensor, quantize
 from scrimp.gemm.kernels import ScaledRows, quantize_rows, quantize_tensor, rows
 from scrimp.precision.formats import lookup_element
+from scrimp.precision.recipes import Rounding
 
 TYPES = (torch.bfloat16, torch.float32)
 ELEMENTS = ("e4m3", "e5m2")
@@ -58,7 +59,7 @@ def assert_quantizes(
         noise_column=streams[1],
     )
     for ours, stream, asked, axis in zip(found, streams, wanted, (-1, -2), strict=True):
-        rounding = "nearest" if stream is None else "stochastic"
+        rounding: Rounding = "nearest" if stream is None else "stochastic"
         if asked:
             assert_same(ours, quantize(x, element, scaling, axis, rounding, noise=stream))
         else:
