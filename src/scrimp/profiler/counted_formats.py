@@ -13,7 +13,9 @@ Method   The layer's own `forward` and `backward` run on small CPU tensors by th
          of which three layers of different sizes give the figures x, y, w. What wgrad takes is what both gradients take
          less what dgrad takes alone: where one kernel quantizes a gradient both ways, dgrad pays for it.
          `units` says if the device multiplies the recipe: without them Triton's back end takes it.
-Limits   Scales of groups are bytes like others, and scales of tiles of a thousand numbers vanish. Weights are counted
+Limits   Of a layer on one rank: where ranks of tp take their largest numbers together, the reference quantizes rows and
+         tensors operator by operator.
+         Scales of groups are bytes like others, and scales of tiles of a thousand numbers vanish. Weights are counted
          in bf16 and quantized in every pass, as they are where ranks do not gather codes.
 Checked  tests/profiler/test_counted_formats.py
 """

@@ -15,6 +15,9 @@ Method   Codes of both operands have the summed axis last ("TN"): A [M, K] row-m
                          scales beside them; the 16 x 16 blocks of W repeated for each row
          ==============  ===========================================================================
 
+         Triton's kernels make the codes of tensors, rows, tiles and blocks on a GPU; the reference those of groups,
+         and where a maximum is taken over ranks.
+
          Fast accumulation (fewer bits in the FP8 accumulator) in fprop only, as torchao does: errors of
          gradients add up over steps.
 Rules    K and N are multiples of 16 (128 along K for tiles, 32 for MX and NVFP4); never E5M2 x E5M2. A CPU's
