@@ -32,13 +32,13 @@ from torch import Tensor
 from scrimp.formats import QuantizedTensor
 from scrimp.gemm import kernels
 from scrimp.gemm.backends import BACKENDS
-from scrimp.gemm.backends.operands import TileCodes, unpack_e2m1
+from scrimp.gemm.backends.operands import KernelCodes, unpack_e2m1
 from scrimp.gemm.probe import Sizes, make_trial
 from scrimp.precision import Operand
 
 TILE, MOST_BITS = 128, 24
 GAPS = {"bits in one instruction": 1, "bits 128 apart": TILE}
-Product = Callable[[TileCodes, TileCodes], Tensor]
+Product = Callable[[KernelCodes, KernelCodes], Tensor]
 """Multiplies codes with tiles (or blocks) along K, in float32."""
 
 
@@ -108,20 +108,20 @@ def unscaled() -> dict[str, Product]:
     }
 
 
-def by_triton(promote_every: int, a: TileCodes, b: TileCodes) -> Tensor:
+def by_triton(promote_every: int, a: KernelCodes, b: KernelCodes) -> Tensor:
     """Scrimp's kernel."""
     return kernels.scaled_matmul(
         a.codes, a.scales, b.codes, b.scales, torch.float32, promote_every=promote_every
     )
 
 
-def by_torch(fast: bool, a: TileCodes, b: TileCodes) -> Tensor:
+def by_torch(fast: bool, a: KernelCodes, b: KernelCodes) -> Tensor:
     """One scale, which is 1."""
     one = torch.ones((), device=a.codes.device)
     return torch._scaled_mm(a.codes, b.codes.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
 
 
-def by_torch_tiles(a: TileCodes, b: TileCodes) -> Tensor:
+def by_torch_tiles(a: KernelCodes, b: KernelCodes) -> Tensor:
     """The torch back end's products of E4M3 tiles and blocks."""
     backend = BACKENDS["torch"]
     left, right = (
@@ -131,12 +131,12 @@ def by_torch_tiles(a: TileCodes, b: TileCodes) -> Tensor:
     return backend.multiply("fprop", left, right, torch.float32)
 
 
-def by_reference(a: TileCodes, b: TileCodes) -> Tensor:
+def by_reference(a: KernelCodes, b: KernelCodes) -> Tensor:
     """Products of float32 values, as the reference back end makes them."""
     return dequantized(a).float() @ dequantized(b).float().T
 
 
-def dequantized(x: TileCodes) -> Tensor:
+def dequantized(x: KernelCodes) -> Tensor:
     """float64 values."""
     scales = x.scales.double().repeat_interleave(TILE, 1)[:, : x.codes.shape[1]]
     if len(scales) != len(x.codes):
@@ -188,11 +188,11 @@ def error(product: Product, recipe: str, size: int, k: int, device: torch.device
     }
 
 
-def unit_tiles(values: Tensor, device: torch.device) -> TileCodes:
+def unit_tiles(values: Tensor, device: torch.device) -> KernelCodes:
     """Codes of values that E4M3 has, with scales of 1."""
     codes = values.to(torch.float8_e4m3fn)
     assert torch.equal(codes.float(), values)
-    return TileCodes(codes.to(device), torch.ones(len(values), values.shape[1] // TILE, device=device))
+    return KernelCodes(codes.to(device), torch.ones(len(values), values.shape[1] // TILE, device=device))
 
 
 # -- the page ----------------------------------------------------------------------------------

@@ -42,6 +42,8 @@ from scrimp.errors import ScrimpError
 from scrimp.formats import Noise
 from scrimp.gemm import BackendChooser, backends_for, kernels, swap_in
 from scrimp.gemm.backends import BACKENDS, Backend
+from scrimp.gemm.backends.native import QUANTIZED
+from scrimp.gemm.backends.operands import PAIRED
 from scrimp.gemm.probe import Sizes, Trial
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, operands_of
 from scrimp.models import spec_of
@@ -303,8 +305,8 @@ def quantize_bytes(recipe_name: str, gemm: str, shape: Shape, runner: str, devic
     for operand, rows, axis in sides:
         if operand is None:
             continue
-        is_tiled = operand.scaling in _TILES and device.type == "cuda" and runner == "torch"
-        if runner == "triton" or is_tiled:
+        has_kernel = operand.scaling in QUANTIZED and device.type == "cuda" and runner == "torch"
+        if runner == "triton" or has_kernel:
             found += _kernel_bytes(operand, rows, shape.k, axis)
         else:
             # The largest element of a whole tensor must be known before the first is rounded.
@@ -323,10 +325,10 @@ def _kernel_bytes(operand: Operand, rows: int, k: int, axis: int) -> int:
     sizes = (rows, k, _BF16_BYTES) if by_row else (k, rows, _BF16_BYTES)
     if operand.scaling == "block":
         return bytes_moved("quantize_blocks", *sizes, transposed=not by_row)
-    if operand.scaling == "tile":
+    if operand.scaling in PAIRED:
         noise = "stochastic" if by_row else "stochastic_column"
         directions = {"by_row": by_row, "by_column": not by_row, noise: is_stochastic}
-        return bytes_moved("quantize_tiles", *sizes, **directions)
+        return bytes_moved(PAIRED[operand.scaling], *sizes, **directions)
     maximum = bytes_moved("tensor_amax", *sizes) if _spans_tensor(operand) else 0
     return maximum + bytes_moved("fake_quantize_groups", *sizes, stochastic=is_stochastic)
 
@@ -437,12 +439,17 @@ def quantizers(case: Case, matrices: dict[str, Tensor]) -> dict[str, tuple[int, 
         num_bytes = bytes_moved(function, *tensor.shape, tensor.element_size(), **options)
         return num_bytes, partial(getattr(kernels, function), tensor, *arguments, **more)
 
-    row = {"by_row": True, "by_column": False}
+    row, column = {"by_row": True, "by_column": False}, {"by_row": False, "by_column": True}
     stochastic = {"stochastic": True}
     return {
         "tiles by row": of("quantize_tiles", x, "e4m3", options=row, **row),
         "tiles both ways": of("quantize_tiles", x, "e4m3", options=both, **both),
         "tiles both ways, noise": of("quantize_tiles", g, "e2m1", options=both | random, **both, **noises),
+        "rows by row": of("quantize_rows", x, "e4m3", options=row, **row),
+        "rows by column": of("quantize_rows", w, "e4m3", options=column, **column),
+        "rows both ways": of("quantize_rows", g, "e4m3", options=both, **both),
+        "tensor by row": of("quantize_tensor", w, "e4m3", options=row, **row),
+        "tensor both ways": of("quantize_tensor", g, "e5m2", options=both, **both),
         "blocks": of("quantize_blocks", w, "e4m3", options={"transposed": False}, transposed=False),
         "blocks both ways": of("quantize_blocks", w, "e4m3", options={"transposed": True}, transposed=True),
         "groups mx": of("fake_quantize_groups", x, mx, -1, options={}),

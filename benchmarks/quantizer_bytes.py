@@ -1,6 +1,7 @@
 """Bytes that a quantizer must move at least: every input read once, every output written once.
 
-A kernel's time over (bytes / memory bandwidth) says how far it is from the best possible; no cache
+Columns that share a scale, and a whole tensor, are read twice: the largest number must be known before the first is
+rounded. A kernel's time over (bytes / memory bandwidth) says how far it is from the best possible; no cache
 can lower these figures for tensors larger than it.
 
 Checked  tests/benchmarks/test_gemm_benchmark.py: against the sizes of the tensors.
@@ -42,6 +43,37 @@ def _quantize_tiles(
     return rows * columns * input_bytes + written + _hashes(rows, columns, streams)
 
 
+def _quantize_rows(
+    rows: int,
+    columns: int,
+    input_bytes: int,
+    *,
+    by_row: bool = True,
+    by_column: bool = True,
+    stochastic: bool = False,
+    stochastic_column: bool = False,
+) -> int:
+    scales = SCALE_BYTES * (by_row * rows + by_column * columns)
+    streams = (by_row and stochastic) + (by_column and stochastic_column)
+    moved = rows * columns * ((1 + by_column) * input_bytes + by_row + by_column)
+    return moved + scales + _hashes(rows, columns, streams)
+
+
+def _quantize_tensor(
+    rows: int,
+    columns: int,
+    input_bytes: int,
+    *,
+    by_row: bool = True,
+    by_column: bool = True,
+    stochastic: bool = False,
+    stochastic_column: bool = False,
+) -> int:
+    streams = (by_row and stochastic) + (by_column and stochastic_column)
+    moved = rows * columns * (2 * input_bytes + by_row + by_column)
+    return moved + SCALE_BYTES + _hashes(rows, columns, streams)
+
+
 def _quantize_blocks(rows: int, columns: int, input_bytes: int, *, transposed: bool = False) -> int:
     scales = SCALE_BYTES * ceil(rows / TILE) * ceil(columns / TILE)
     return rows * columns * (input_bytes + 1 + transposed) + scales
@@ -65,6 +97,8 @@ def _hashes(rows: int, columns: int, streams: int) -> int:
 
 _FLOORS = {
     "quantize_tiles": _quantize_tiles,
+    "quantize_rows": _quantize_rows,
+    "quantize_tensor": _quantize_tensor,
     "quantize_blocks": _quantize_blocks,
     "fake_quantize_groups": _fake_quantize_groups,
     "tensor_amax": _tensor_amax,

@@ -36,6 +36,14 @@ def test_a_quantizers_floor_is_the_size_of_everything_read_and_written() -> None
     hashes = [*hashed(Noise(1), 130, 200, x), *hashed(Noise(2), 130, 200, x)]
     both = bytes_moved("quantize_tiles", 130, 200, 2, stochastic=True, stochastic_column=True)
     assert both == tiles + sum(tensor.nbytes for tensor in hashes)
+    codes = row[0].nbytes
+    assert bytes_moved("quantize_rows", 130, 200, 2, by_column=False) == x.nbytes + codes + 4 * 130
+    assert bytes_moved("quantize_rows", 130, 200, 2, by_row=False) == 2 * x.nbytes + codes + 4 * 200
+    assert bytes_moved("quantize_rows", 130, 200, 2) == 2 * (x.nbytes + codes) + 4 * (130 + 200)
+    assert bytes_moved("quantize_tensor", 130, 200, 2) == 2 * (x.nbytes + codes) + 4
+    assert bytes_moved("quantize_tensor", 130, 200, 2, by_row=False) == 2 * x.nbytes + codes + 4
+    noisy = bytes_moved("quantize_rows", 130, 200, 2, by_column=False, stochastic=True)
+    assert noisy == x.nbytes + codes + 4 * 130 + 4 * (130 + 200)
     blocks = x.nbytes + 2 * row[0].nbytes + 4 * 2 * 2
     assert bytes_moved("quantize_blocks", 130, 200, 2, transposed=True) == blocks
     assert bytes_moved("fake_quantize_groups", 130, 200, 2) == 2 * x.nbytes
@@ -75,6 +83,9 @@ def test_operand_bytes_are_those_of_stored_operands(recipe: str, gemm_name: str)
         ("mxfp8", "fprop", "triton", 4 * 256 * 512 + 4 * 384 * 512),
         # The maximum of the tensor first.
         ("fp8_tensor", "fprop", "torch", 5 * 256 * 512 + 4 + 5 * 384 * 512 + 4),
+        ("fp8_row", "fprop", "torch", 3 * 256 * 512 + 4 * 256 + 3 * 384 * 512 + 4 * 384),
+        # W's columns are read twice.
+        ("fp8_row", "dgrad", "torch", 3 * 256 * 512 + 4 * 256 + 5 * 384 * 512 + 4 * 384),
         ("bf16", "fprop", "torch", 0),
     ],
 )

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scrimp.gemm.backends.operands import TileCodes
+from scrimp.gemm.backends.operands import KernelCodes
 
 CPU = torch.device("cpu")
 
@@ -214,11 +214,11 @@ def test_fp4_is_exact_only_if_every_element_is(share: float | None, expected: bo
 # -- the accumulator ---------------------------------------------------------------------------
 
 
-def exactly(a: TileCodes, b: TileCodes) -> Tensor:
+def exactly(a: KernelCodes, b: KernelCodes) -> Tensor:
     return (accumulator.dequantized(a) @ accumulator.dequantized(b).T).float()
 
 
-def cut_after(bits: int, a: TileCodes, b: TileCodes) -> Tensor:
+def cut_after(bits: int, a: KernelCodes, b: KernelCodes) -> Tensor:
     """Sums over all of K that drop what lies more than `bits` below their largest product."""
     products = accumulator.dequantized(a)[:, None] * accumulator.dequantized(b)
     largest = products.abs().amax(-1, keepdim=True)

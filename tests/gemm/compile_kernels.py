@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from scrimp.gemm.kernels import block_scaled, fake_quantize, matmul, tiles
+from scrimp.gemm.kernels import block_scaled, fake_quantize, matmul, rows, tiles
 from scrimp.gemm.kernels.launch import WARPS_NEAREST, WARPS_STOCHASTIC
 
 E4M3 = {"ELEMENT": (448.0, 3, -6)}
@@ -29,7 +29,7 @@ TYPES = {
     **dict.fromkeys(("scales", "row_scales", "column_scales", "a_scales", "b_scales"), "*fp32"),
     **dict.fromkeys(("rotation", "tensor_scale"), "*fp32"),
     **dict.fromkeys(("row_hashes", "column_hashes", "second_row_hashes", "second_column_hashes"), "*i32"),
-    "maxima": "*i32",
+    **dict.fromkeys(("maxima", "row_maxima", "column_maxima"), "*i32"),
     "c": "*bf16",
 }
 
@@ -54,6 +54,49 @@ def tile_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str
         cases.append((kernel, label, warps, 3, {**choice, "BLOCK": 128, **element}, types))
     both = {"TRANSPOSED": True, "BLOCK": 128, **E4M3}
     cases.append((block_scaled.quantize_blocks_kernel, "e4m3", WARPS_NEAREST, 3, both, {}))
+    return cases
+
+
+def row_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
+    """The same of scales for rows, columns and whole tensors."""
+    cases: list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]] = []
+    short, long = rows.SMALLEST_CHUNK, rows.LARGEST_CHUNK
+    for label, chunk, whole, stochastic, element, types in (
+        ("e4m3 short", short, True, False, E4M3, {}),
+        ("e4m3 one chunk", long, True, False, E4M3, {}),
+        ("e4m3", long, False, False, E4M3, {}),
+        ("e4m3 fp32", long, False, False, E4M3, {"x": "*fp32"}),
+        ("e5m2 stochastic", long, False, True, E5M2, {"codes": "*fp8e5"}),
+    ):
+        constants = {"WHOLE": whole, "STOCHASTIC": stochastic, "CHUNK": chunk, **element}
+        cases.append((rows.quantize_rows_kernel, label, chunk // rows.CHUNK_OF_WARP, 3, constants, types))
+    for by_row in (False, True):
+        constants = {"BY_ROW": by_row, "BLOCK": 128}
+        label = "both ways" if by_row else "columns"
+        cases.append((rows.largest_magnitudes_kernel, label, WARPS_NEAREST, 3, constants, {}))
+    narrow = {"row_codes": "*fp8e5", "column_codes": "*fp8e5"}
+    for label, by_row, by_column, transposed, tensor, stochastic, element, types in (
+        ("columns e4m3", False, True, False, False, False, E4M3, {}),
+        ("rows and columns e4m3", True, True, False, False, False, E4M3, {}),
+        ("rows and columns e4m3 fp32", True, True, False, False, False, E4M3, {"x": "*fp32"}),
+        ("rows and columns e5m2 stochastic", True, True, False, False, True, E5M2, narrow),
+        ("tensor e4m3", True, False, False, True, False, E4M3, {}),
+        ("tensor transposed e4m3", False, True, False, True, False, E4M3, {}),
+        ("tensor both ways e5m2", True, False, True, True, False, E5M2, narrow),
+        ("tensor both ways e4m3 stochastic", True, True, False, True, True, E4M3, {}),
+    ):
+        constants = {
+            "BY_ROW": by_row,
+            "BY_COLUMN": by_column,
+            "TRANSPOSED": transposed,
+            "TENSOR": tensor,
+            "STOCHASTIC": stochastic,
+            "STOCHASTIC_COLUMN": stochastic,
+            "BLOCK": 128,
+            **element,
+        }
+        warps = WARPS_STOCHASTIC if stochastic else WARPS_NEAREST
+        cases.append((rows.write_codes_kernel, label, warps, 3, constants, types))
     return cases
 
 
@@ -153,7 +196,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def main(capability: int) -> None:
-    for case in (*tile_cases(), *group_cases(), *matmul_cases()):
+    for case in (*tile_cases(), *row_cases(), *group_cases(), *matmul_cases()):
         print(json.dumps(compile_one(case, capability)), flush=True)
 
 

@@ -239,18 +239,19 @@ def test_codes_and_scales_lie_as_torchs_kernels_demand(
 def test_codes_of_tritons_quantizers_serve_torchs_kernels(monkeypatch: pytest.MonkeyPatch, gemm: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(native.F, "scaled_mm", kernel)
-    monkeypatch.setattr(native, "_has_kernel", lambda x, operand: True)
+    monkeypatch.setattr(native, "_has_kernel", lambda x, use: True)
     a, b, left, right = prepared(gemm, "fp8", 70, 144, 256, DEVICE)
     y = native._tile_product(gemm, a, b, torch.float32).double()
     assert bool(((y - left @ right.T).abs() <= 2.0**-22 * (left.abs() @ right.abs().T)).all())
 
 
-def test_one_pass_gives_both_operands_and_stored_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scaling", ["tile", "row", "tensor"])
+def test_one_call_gives_both_operands_and_stored_codes(monkeypatch: pytest.MonkeyPatch, scaling: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     x = torch.randn(70, 144, device=DEVICE)
-    uses = [Use(Operand("e4m3", "tile"), axis, Noise(1)) for axis in (-1, -2)]
+    uses = [Use(Operand("e4m3", scaling), axis, Noise(1)) for axis in (-1, -2)]
     alone = [BACKEND.load(REFERENCE.store(x, use)) for use in uses]
-    monkeypatch.setattr(native, "_has_kernel", lambda x, operand: True)
+    monkeypatch.setattr(native, "_has_kernel", lambda x, use: True)
     first, codes = BACKEND.prepare_and_store(x, *uses)
     for ours, theirs in zip(
         (*BACKEND.prepare_pair(x, *uses), first, BACKEND.load(codes)), alone * 2, strict=True
@@ -260,6 +261,35 @@ def test_one_pass_gives_both_operands_and_stored_codes(monkeypatch: pytest.Monke
         assert (ours.k, ours.operand) == (theirs.k, theirs.operand)
         assert torch.equal(ours.payload.view(torch.uint8), theirs.payload.view(torch.uint8))
         assert torch.equal(ours.scales, theirs.scales)
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("recipe", ["fp8_tensor", "fp8_row"])
+@pytest.mark.every(2)
+def test_scales_of_rows_and_tensors_are_the_same_by_triton(
+    monkeypatch: pytest.MonkeyPatch, gemm: str, recipe: str
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    cases = [(x.to(DEVICE), use) for x, use in operands(gemm, recipe, 24, 32, 48)]
+    a, b = (BACKEND.load(REFERENCE.store(x, use)) for x, use in cases)
+    expected = BACKEND.multiply(gemm, a, b, torch.bfloat16)
+    monkeypatch.setattr(native, "_has_kernel", lambda x, use: True)
+    a, b = (BACKEND.prepare(x, use) for x, use in cases)
+    assert torch.equal(BACKEND.multiply(gemm, a, b, torch.bfloat16), expected)
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+def test_a_maximum_over_ranks_is_the_references(monkeypatch: pytest.MonkeyPatch, scaling: str) -> None:
+    """No kernel asks the other ranks: of two uses the one that does is made alone."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(native, "_is_on_gpu", lambda x: True)
+    x = torch.randn(24, 32, device=DEVICE)
+    alone = Use(Operand("e4m3", scaling), -1, Noise())
+    shared = Use(Operand("e4m3", scaling), -2, Noise(), lambda amax: amax.fill_(448.0))
+    assert BACKEND.prepare_pair(x, alone, shared) is None
+    _, codes = BACKEND.prepare_and_store(x, alone, shared)
+    assert bool((codes.scales == 1).all())
+    assert bool((BACKEND.prepare(x, shared).scales == 1).all())
 
 
 @pytest.mark.parametrize("size", [(1, 1), (128, 4), (130, 5), (300, 9)], ids=str)

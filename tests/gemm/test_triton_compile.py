@@ -43,6 +43,9 @@ def test_every_kernel_compiles(capability: int) -> None:
     assert kernels == {
         "quantize_tiles_kernel",
         "quantize_blocks_kernel",
+        "quantize_rows_kernel",
+        "largest_magnitudes_kernel",
+        "write_codes_kernel",
         "fake_quantize_kernel",
         "tensor_amax_kernel",
         "scaled_matmul_kernel",
@@ -58,11 +61,20 @@ def test_no_kernel_spills_registers_on_hopper_but_the_promotion_that_only_measur
 
 @pytest.mark.slow
 def test_quantizers_divide_exactly_and_flush_nothing() -> None:
-    quantizers = [case for case in compiled(HOPPER) if "quantize" in case["kernel"]]
+    quantizers = [case for case in compiled(HOPPER) if case["kernel"] != "scaled_matmul_kernel"]
     assert not names([case for case in quantizers if case["div_approximate"] or case["flush"]])
-    tiles = [case for case in quantizers if case["kernel"] == "quantize_tiles_kernel"]
-    assert not names([case for case in tiles if not case["div_rn"]])
-    assert not names([case for case in tiles if not case["to_e4m3"] and case["case"] != "e5m2"])
+    kernels = ("quantize_tiles_kernel", "quantize_rows_kernel", "write_codes_kernel")
+    with_codes = [case for case in quantizers if case["kernel"] in kernels]
+    assert {case["kernel"] for case in with_codes} == set(kernels)
+    assert not names([case for case in with_codes if not case["div_rn"]])
+    assert not names([case for case in with_codes if not case["to_e4m3"] and "e5m2" not in case["case"]])
+
+
+@pytest.mark.slow
+def test_as_many_warps_of_the_rows_quantizer_fit_a_multiprocessor_as_it_has_room_for() -> None:
+    """2,048 threads share 65,536 registers: rows.py counts on four rows of 512 threads at work, and no more."""
+    rows = [case for case in compiled(HOPPER) if case["kernel"] == "quantize_rows_kernel"]
+    assert not names([case for case in rows if case["registers"] > 32])
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def test_wrong_tensors_and_choices_are_refused_by_name() -> None:
         quantize_tiles(x, "e3m4", by_row=True, by_column=False)
     with pytest.raises(PlanError, match="nothing to quantize"):
         quantize_tiles(x, "e4m3", by_row=False, by_column=False)
-    with pytest.raises(PlanError, match="noise_column is for tiles"):
+    with pytest.raises(PlanError, match="noise_column is for codes"):
         quantize_tiles(x, "e4m3", by_row=True, by_column=False, noise_column=Noise())
     with pytest.raises(PlanError, match="same noise"):
         quantize_tiles(x, "e4m3", by_row=True, by_column=True, noise=Noise(), noise_column=Noise())

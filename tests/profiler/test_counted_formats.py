@@ -28,6 +28,22 @@ def test_tiles_are_read_once_and_written_as_codes_both_ways() -> None:
     assert [other.inputs, other.outputs, other.weights] == pytest.approx([0, 1 + scale, 0], abs=0.01)
 
 
+def test_rows_and_tensors_are_read_once_or_twice_and_written_once_for_each_product() -> None:
+    """bf16; along a row one reading, along columns and of a whole tensor two, which serve both results."""
+    scale = 4 / 256
+    row, tensor = (count_formats(name, units=True) for name in ("fp8_row", "fp8_tensor"))
+    both, along, across = 2 * (2 + 1), 2 + 1, 2 * 2 + 1
+    assert row["fprop"].inputs == pytest.approx(both + 8 * scale, abs=0.1)
+    assert [row["fprop"].weights, row["dgrad"].outputs] == pytest.approx([along] * 2, abs=0.1)
+    assert row["dgrad"].weights == pytest.approx(across, abs=0.1)
+    assert row["wgrad"].outputs == pytest.approx(both - along, abs=0.1)
+    assert row["wgrad"].inputs == pytest.approx(0, abs=0.1)
+    assert tensor["fprop"].inputs == pytest.approx(both, abs=0.01)
+    assert [tensor["fprop"].weights, tensor["dgrad"].weights] == pytest.approx([across] * 2, abs=0.01)
+    assert tensor["wgrad"].outputs == pytest.approx(1, abs=0.01)
+    assert [tensor[gemm].launches for gemm in GEMMS] == [6, 6, 0]  # maxima, the largest of them, codes
+
+
 @pytest.mark.parametrize(("program", "name", "figures"), FIGURES)
 def test_figures_of_predictions_are_counted(program: str, name: str, figures: Made) -> None:
     recipe = name.removesuffix(EMULATED)

@@ -13,7 +13,9 @@ Method   The layer's own `forward` and `backward` run on small CPU tensors by th
          of which three layers of different sizes give the figures x, y, w. What wgrad takes is what both gradients take
          less what dgrad takes alone: where one kernel quantizes a gradient both ways, dgrad pays for it.
          `units` says if the device multiplies the recipe: without them Triton's back end takes it.
-Limits   Scales of groups are bytes like others, and scales of tiles of a thousand numbers vanish. Weights are counted
+Limits   Of a layer on one rank: where ranks of tp take their largest numbers together, the reference quantizes rows and
+         tensors operator by operator.
+         Scales of groups are bytes like others, and scales of tiles of a thousand numbers vanish. Weights are counted
          in bf16 and quantized in every pass, as they are where ranks do not gather codes.
 Checked  tests/profiler/test_counted_formats.py
 """
@@ -116,7 +118,7 @@ def _as_on_a_gpu(counter: KernelCounter) -> Iterator[None]:
     from scrimp.gemm import kernels
     from scrimp.gemm.backends import native
     from scrimp.gemm.backends import triton as fused
-    from scrimp.gemm.kernels import block_scaled, fake_quantize, tiles
+    from scrimp.gemm.kernels import block_scaled, fake_quantize, rows, tiles
 
     def launched(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
         tensors = {one.data_ptr(): one.nbytes for one in arguments if isinstance(one, Tensor)}
@@ -143,7 +145,7 @@ def _as_on_a_gpu(counter: KernelCounter) -> Iterator[None]:
     triton.knobs.runtime.interpret = True
     try:
         with contextlib.ExitStack() as stack:
-            for module in (block_scaled, fake_quantize, tiles):
+            for module in (block_scaled, fake_quantize, rows, tiles):
                 stack.enter_context(patch.object(module, "run", launched))
             for owner, name, stand_in in (
                 (torch, "_scaled_mm", product),

@@ -24,7 +24,7 @@ def answered(**changes):
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp8_tensor", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("precision", ["mxfp8", "mxfp4", "nvfp4"])
 def test_formats_without_fused_kernels_say_both(precision):
     both = answered(precision=precision)
     alone = answered(precision=precision, software="scrimp-today")
@@ -33,7 +33,11 @@ def test_formats_without_fused_kernels_say_both(precision):
 
 
 @pytest.mark.parametrize(
-    "same", [{"precision": "bf16"}, {"precision": "fp8"}, {"precision": "fp8_tensor", "software": "megatron"}]
+    "same",
+    [
+        *({"precision": name} for name in ("bf16", "fp8", "fp8_tensor", "fp8_row")),
+        {"precision": "mxfp8", "software": "megatron"},
+    ],
 )
 def test_nothing_is_said_where_nothing_differs(same):
     assert "step_seconds_today" not in answered(**same)

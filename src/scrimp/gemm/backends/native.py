@@ -15,6 +15,9 @@ Method   Codes of both operands have the summed axis last ("TN"): A [M, K] row-m
                          scales beside them; the 16 x 16 blocks of W repeated for each row
          ==============  ===========================================================================
 
+         Triton's kernels make the codes of tensors, rows, tiles and blocks on a GPU; the reference those of groups,
+         and where a maximum is taken over ranks.
+
          Fast accumulation (fewer bits in the FP8 accumulator) in fprop only, as torchao does: errors of
          gradients add up over steps.
 Rules    K and N are multiples of 16 (128 along K for tiles, 32 for MX and NVFP4); never E5M2 x E5M2. A CPU's
@@ -41,19 +44,20 @@ from scrimp.errors import PlanError
 from scrimp.formats import QuantizedTensor
 from scrimp.gemm.backends.base import Backend
 from scrimp.gemm.backends.operands import (
-    TileCodes,
+    KernelCodes,
     check_same_device,
     checked_matrix,
     has_triton,
-    is_tile_pair,
-    tile_codes,
-    tile_pair,
+    is_kernel_pair,
+    kernel_codes,
+    kernel_pair,
     to_stored,
 )
 from scrimp.gemm.problem import AXES, Shape, Use, multiply, operands_of
 from scrimp.precision import Operand
 
-TILES = ("tile", "block")
+QUANTIZED = ("tensor", "row", "tile", "block")
+"""Scalings that Triton's kernels quantize."""
 NVFP4 = ("nvfp4", "nvfp4_2d")
 _FAMILIES = {"tensor": "tensor", "row": "row", "tile": "tile", "block": "tile", "mx": "mx"}
 _FAMILIES.update(dict.fromkeys(NVFP4, "nvfp4"))
@@ -91,33 +95,33 @@ class TorchBackend(Backend):
         return None if a is None or b is None else _refusal(a, b, shape, device)
 
     def prepare(self, x: Tensor, use: Use) -> _Plain | _Codes:
-        """Codes with the summed axis last; tiles and blocks on a GPU by Triton's quantizers."""
+        """Codes with the summed axis last; on a GPU by Triton's quantizers, but for groups."""
         if use.operand is None:
             return _Plain(checked_matrix(x))
-        if _has_kernel(x, use.operand):
-            return _of_tiles(tile_codes(x, use), use, x)
+        if _has_kernel(x, use):
+            return _of_kernel(kernel_codes(x, use), use, x)
         return self.load(super().store(checked_matrix(x), use))
 
     def prepare_pair(self, x: Tensor, first: Use, second: Use) -> tuple[_Codes, _Codes] | None:
-        """Both copies of a tiled gradient in one pass over memory, where Triton runs."""
+        """Both copies of a gradient from the same passes over memory, where Triton quantizes."""
         if not _is_kernel_pair(x, first, second):
             return None
-        a, b = tile_pair(x, first, second)
-        return _of_tiles(a, first, x), _of_tiles(b, second, x)
+        a, b = kernel_pair(x, first, second)
+        return _of_kernel(a, first, x), _of_kernel(b, second, x)
 
     def prepare_and_store(self, x: Tensor, use: Use, saved: Use) -> tuple[_Plain | _Codes, QuantizedTensor]:
-        """The same for fprop's tiles and the codes that wgrad will read."""
+        """The same for fprop's operand and the codes that wgrad will read."""
         if not _is_kernel_pair(x, use, saved):
             return self.prepare(x, use), self.store(x, saved)
-        a, codes = tile_pair(x, use, saved)
+        a, codes = kernel_pair(x, use, saved)
         assert saved.operand is not None
-        return _of_tiles(a, use, x), to_stored(codes, saved.operand, saved.axis, x.shape)
+        return _of_kernel(a, use, x), to_stored(codes, saved.operand, saved.axis, x.shape)
 
     def store(self, x: Tensor, use: Use) -> QuantizedTensor:
-        """The reference's codes; of tiles by Triton's quantizers where they run."""
+        """The reference's codes, by Triton's quantizers where they run."""
         assert use.operand is not None
-        if _has_kernel(x, use.operand):
-            return to_stored(tile_codes(x, use), use.operand, use.axis, x.shape)
+        if _has_kernel(x, use):
+            return to_stored(kernel_codes(x, use), use.operand, use.axis, x.shape)
         return super().store(x, use)
 
     def load(self, codes: QuantizedTensor) -> _Codes:
@@ -147,8 +151,12 @@ class TorchBackend(Backend):
         return _PRODUCTS[_FAMILIES[a.operand.scaling]](gemm, a, b, out)
 
 
-def _has_kernel(x: Tensor, operand: Operand) -> bool:
-    return _is_on_gpu(x) and operand.scaling in TILES and operand.element != "e2m1" and has_triton()
+def _has_kernel(x: Tensor, use: Use) -> bool:
+    """Whether Triton quantizes this operand; not where a maximum is taken over ranks, which the reference does."""
+    operand = use.operand
+    if operand is None or operand.element == "e2m1" or operand.hadamard or use.reduce_amax is not None:
+        return False
+    return _is_on_gpu(x) and operand.scaling in QUANTIZED and has_triton()
 
 
 def _is_on_gpu(x: Tensor) -> bool:
@@ -156,12 +164,12 @@ def _is_on_gpu(x: Tensor) -> bool:
 
 
 def _is_kernel_pair(x: Tensor, first: Use, second: Use) -> bool:
-    return first.operand is not None and _has_kernel(x, first.operand) and is_tile_pair(first, second)
+    return _has_kernel(x, first) and _has_kernel(x, second) and is_kernel_pair(first, second)
 
 
-def _of_tiles(tiles: TileCodes, use: Use, x: Tensor) -> _Codes:
+def _of_kernel(found: KernelCodes, use: Use, x: Tensor) -> _Codes:
     assert use.operand is not None
-    return _Codes(tiles.codes, tiles.scales, None, use.operand, x.shape[use.axis])
+    return _Codes(found.codes, found.scales, None, use.operand, x.shape[use.axis])
 
 
 # -- rules -------------------------------------------------------------------------------------
@@ -202,7 +210,7 @@ def _tensor_product(gemm: str, a: _Codes, b: _Codes, out: torch.dtype) -> Tensor
 
 def _row_product(gemm: str, a: _Codes, b: _Codes, out: torch.dtype) -> Tensor:
     a_scales, b_scales = a.scales.reshape(-1, 1), b.scales.reshape(1, -1)
-    if out == torch.float32 or a_scales.device.type == "cpu":
+    if out == torch.float32 or not _is_on_gpu(a_scales):
         one = torch.ones((), device=a_scales.device)
         return (_scaled(gemm, a, b, one, one, torch.float32) * a_scales * b_scales).to(out)
     return _scaled(gemm, a, b, a_scales.contiguous(), b_scales.contiguous(), out)

@@ -1,4 +1,4 @@
-"""What the fast back ends share: checks of a tensor, tile codes from Triton's quantizers, and E2M1 as E4M3.
+"""What the fast back ends share: checks of a tensor, codes from Triton's quantizers, and E2M1 as E4M3.
 
 E2M1 in E4M3   Every E2M1 value is an E4M3 value, so FP4 codes can be multiplied by FP8 tensor cores. With c the
                three magnitude bits of an E2M1 code, the seven of its E4M3 code are
@@ -26,18 +26,21 @@ from scrimp.gemm import kernels
 from scrimp.gemm.problem import COLUMNS, ROWS, Use
 from scrimp.precision import Operand
 
+PAIRED = {"tile": "quantize_tiles", "row": "quantize_rows", "tensor": "quantize_tensor"}
+"""Scalings whose launchers quantize along both axes at once."""
 _HALF = 0x30
 """The E4M3 code of 0.5."""
 
 
 @dataclass(frozen=True)
-class TileCodes:
-    """A matrix in tiles or blocks as a GEMM reads it: the summed axis last."""
+class KernelCodes:
+    """A matrix as a GEMM reads it: the summed axis last."""
 
     codes: Tensor
     """float8 [rows, K]; E2M1 as E4M3."""
     scales: Tensor
-    """float32 [rows, ceil(K / 128)] of tiles, [ceil(rows / 128), ceil(K / 128)] of blocks; any strides."""
+    """float32 [rows, ceil(K / 128)] of tiles, [ceil(rows / 128), ceil(K / 128)] of blocks, [rows, 1] of rows, [1] of a
+    tensor; any strides."""
 
 
 def checked_matrix(x: Tensor) -> Tensor:
@@ -71,62 +74,70 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def tile_codes(x: Tensor, use: Use) -> TileCodes:
-    """Quantize a matrix in tiles or blocks by Triton's kernels."""
+def kernel_codes(x: Tensor, use: Use) -> KernelCodes:
+    """Quantize a matrix by Triton's kernels, in one of the scalings that have them."""
     assert use.operand is not None
-    x, element = readable(x), use.operand.element
     if use.operand.scaling == "block":
-        blocks = kernels.quantize_blocks(x, element, transposed=use.axis == ROWS)
+        blocks = kernels.quantize_blocks(readable(x), use.operand.element, transposed=use.axis == ROWS)
         if use.axis == COLUMNS:
-            return TileCodes(blocks.codes, blocks.scales)
+            return KernelCodes(blocks.codes, blocks.scales)
         assert blocks.transposed_codes is not None
-        return TileCodes(blocks.transposed_codes, blocks.scales.t())
-    noise = _noise(use)
-    if use.axis == COLUMNS:
-        row, _ = kernels.quantize_tiles(x, element, by_row=True, by_column=False, noise=noise)
-        assert row is not None
-        return TileCodes(row.codes, row.scales)
-    _, column = kernels.quantize_tiles(x, element, by_row=False, by_column=True, noise_column=noise)
-    assert column is not None
-    return TileCodes(column.codes, column.scales)
+        return KernelCodes(blocks.transposed_codes, blocks.scales.t())
+    row, column = _quantized(x, use if use.axis == COLUMNS else None, use if use.axis == ROWS else None)
+    found = row or column
+    assert found is not None
+    return found
 
 
-def is_tile_pair(first: Use, second: Use) -> bool:
-    """Whether one kernel makes both operands of a tensor: tiles of one element, one along each axis."""
+def is_kernel_pair(first: Use, second: Use) -> bool:
+    """Whether one call makes both operands of a tensor: of one scaling and element, one along each axis."""
     a, b = first.operand, second.operand
-    if a is None or b is None or (a.scaling, b.scaling) != ("tile", "tile") or a.element != b.element:
+    if a is None or b is None or a.scaling not in PAIRED or (a.scaling, a.element) != (b.scaling, b.element):
         return False
     shares_noise = _noise(first) is not None and _noise(first) == _noise(second)
     return (first.axis, second.axis) == (COLUMNS, ROWS) and not shares_noise
 
 
-def tile_pair(x: Tensor, first: Use, second: Use) -> tuple[TileCodes, TileCodes]:
-    """Both operands of a pair that `is_tile_pair` allows, from one reading of memory."""
-    assert first.operand is not None
-    row, column = kernels.quantize_tiles(
-        readable(x),
-        first.operand.element,
-        by_row=True,
-        by_column=True,
-        noise=_noise(first),
-        noise_column=_noise(second),
-    )
+def kernel_pair(x: Tensor, first: Use, second: Use) -> tuple[KernelCodes, KernelCodes]:
+    """Both operands of a pair that `is_kernel_pair` allows, from the same passes over memory."""
+    row, column = _quantized(x, first, second)
     assert row is not None
     assert column is not None
-    return TileCodes(row.codes, row.scales), TileCodes(column.codes, column.scales)
+    return row, column
 
 
-def to_stored(tiles: TileCodes, operand: Operand, axis: int, shape: torch.Size) -> QuantizedTensor:
+def _quantized(
+    x: Tensor, by_row: Use | None, by_column: Use | None
+) -> tuple[KernelCodes | None, KernelCodes | None]:
+    """A matrix in tiles, or with scales of rows or of the tensor: along its columns, its rows, or both."""
+    use = by_row or by_column
+    assert use is not None
+    assert use.operand is not None
+    # Looked up by name: triton is imported when a launcher is first asked for.
+    quantize = getattr(kernels, PAIRED[use.operand.scaling])
+    found = quantize(
+        readable(x),
+        use.operand.element,
+        by_row=by_row is not None,
+        by_column=by_column is not None,
+        noise=None if by_row is None else _noise(by_row),
+        noise_column=None if by_column is None else _noise(by_column),
+    )
+    row, column = (None if one is None else KernelCodes(one.codes, one.scales) for one in found)
+    return row, column
+
+
+def to_stored(found: KernelCodes, operand: Operand, axis: int, shape: torch.Size) -> QuantizedTensor:
     """The tensor that `scrimp.formats.quantize` gives; where a scale is NaN codes mean nothing, and may differ."""
-    payload = pack_e2m1(tiles.codes) if operand.element == "e2m1" else tiles.codes
-    return QuantizedTensor(payload, tiles.scales.contiguous(), None, operand, axis, shape)
+    payload = pack_e2m1(found.codes) if operand.element == "e2m1" else found.codes
+    return QuantizedTensor(payload, found.scales.contiguous(), None, operand, axis, shape)
 
 
-def from_stored(codes: QuantizedTensor) -> TileCodes:
+def from_stored(codes: QuantizedTensor) -> KernelCodes:
     """The operand that stored tile or block codes stand for."""
     length = codes.shape[codes.axis]
     payload = unpack_e2m1(codes.payload, length) if codes.operand.element == "e2m1" else codes.payload
-    return TileCodes(payload, codes.scales)
+    return KernelCodes(payload, codes.scales)
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:

@@ -24,14 +24,14 @@ from scrimp.formats.scales import nvfp4_tensor_scale
 from scrimp.gemm import kernels
 from scrimp.gemm.backends.base import Backend
 from scrimp.gemm.backends.operands import (
-    TileCodes,
+    KernelCodes,
     check_same_device,
     from_stored,
     has_triton,
-    is_tile_pair,
+    is_kernel_pair,
+    kernel_codes,
+    kernel_pair,
     readable,
-    tile_codes,
-    tile_pair,
     to_stored,
 )
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, operands_of
@@ -83,12 +83,12 @@ class TritonBackend(Backend):
             is_block = second is not None and second.scaling == "block"
             kernels.tune(shape.m, shape.n, shape.k, out, is_block=is_block, device=device)
 
-    def prepare(self, x: Tensor, use: Use) -> TileCodes | _Values:
+    def prepare(self, x: Tensor, use: Use) -> KernelCodes | _Values:
         """Codes of tiles and blocks; bf16 values of groups."""
         operand = use.operand
         assert operand is not None
         if operand.scaling in TILES:
-            return tile_codes(x, use)
+            return kernel_codes(x, use)
         x = readable(x)
         scale = None
         if lookup_scaling(operand.scaling).has_tensor_scale and use.reduce_amax is not None:
@@ -99,37 +99,39 @@ class TritonBackend(Backend):
 
     def prepare_pair(
         self, x: Tensor, first: Use, second: Use
-    ) -> tuple[TileCodes | _Values, TileCodes | _Values] | None:
+    ) -> tuple[KernelCodes | _Values, KernelCodes | _Values] | None:
         """Both copies of a tiled tensor in one pass over memory."""
-        return tile_pair(x, first, second) if is_tile_pair(first, second) else None
+        return kernel_pair(x, first, second) if is_kernel_pair(first, second) else None
 
     def store(self, x: Tensor, use: Use) -> QuantizedTensor:
         """The reference's codes; of tiles by the fused quantizer."""
         assert use.operand is not None
         if use.operand.scaling in TILES:
-            return to_stored(tile_codes(x, use), use.operand, use.axis, x.shape)
+            return to_stored(kernel_codes(x, use), use.operand, use.axis, x.shape)
         return super().store(x, use)
 
     def prepare_and_store(
         self, x: Tensor, use: Use, saved: Use
-    ) -> tuple[TileCodes | _Values, QuantizedTensor]:
+    ) -> tuple[KernelCodes | _Values, QuantizedTensor]:
         """fprop's tiles and the codes for wgrad in one pass over memory."""
-        if not is_tile_pair(use, saved):
+        if not is_kernel_pair(use, saved):
             return self.prepare(x, use), self.store(x, saved)
-        operand, codes = tile_pair(x, use, saved)
+        operand, codes = kernel_pair(x, use, saved)
         assert saved.operand is not None
         return operand, to_stored(codes, saved.operand, saved.axis, x.shape)
 
-    def load(self, codes: QuantizedTensor) -> TileCodes | _Values:
+    def load(self, codes: QuantizedTensor) -> KernelCodes | _Values:
         """Codes as E4M3, or their bf16 values."""
         if codes.operand.scaling in TILES:
             return from_stored(codes)
         found = codes.dequantize_matrix()
         return _Values(found.values.to(torch.bfloat16), found.outer)
 
-    def multiply(self, gemm: str, a: TileCodes | _Values, b: TileCodes | _Values, out: torch.dtype) -> Tensor:
+    def multiply(
+        self, gemm: str, a: KernelCodes | _Values, b: KernelCodes | _Values, out: torch.dtype
+    ) -> Tensor:
         """A B^T."""
-        if isinstance(a, TileCodes) and isinstance(b, TileCodes):
+        if isinstance(a, KernelCodes) and isinstance(b, KernelCodes):
             check_same_device(a.codes, b.codes)
             return kernels.scaled_matmul(a.codes, a.scales, b.codes, b.scales, out)
         assert isinstance(a, _Values)

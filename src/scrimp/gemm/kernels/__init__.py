@@ -16,20 +16,24 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from scrimp.errors import DeviceError
-from scrimp.gemm.kernels.launch import ColumnTiles, RowTiles, WeightBlocks
+from scrimp.gemm.kernels.launch import ColumnTiles, RowTiles, ScaledRows, WeightBlocks
 
 if TYPE_CHECKING:
     from scrimp.gemm.kernels.block_scaled import quantize_blocks
     from scrimp.gemm.kernels.fake_quantize import fake_quantize_groups, tensor_amax
     from scrimp.gemm.kernels.matmul import scaled_matmul, tune, tuning_bytes
+    from scrimp.gemm.kernels.rows import quantize_rows, quantize_tensor
     from scrimp.gemm.kernels.tiles import quantize_tiles
 
 __all__ = [
     "ColumnTiles",
     "RowTiles",
+    "ScaledRows",
     "WeightBlocks",
     "fake_quantize_groups",
     "quantize_blocks",
+    "quantize_rows",
+    "quantize_tensor",
     "quantize_tiles",
     "scaled_matmul",
     "tensor_amax",
@@ -40,6 +44,8 @@ __all__ = [
 _HOMES = {
     "fake_quantize_groups": "fake_quantize",
     "quantize_blocks": "block_scaled",
+    "quantize_rows": "rows",
+    "quantize_tensor": "rows",
     "quantize_tiles": "tiles",
     "scaled_matmul": "matmul",
     "tensor_amax": "fake_quantize",

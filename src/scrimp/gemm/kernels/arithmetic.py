@@ -172,6 +172,32 @@ def uniform(row_hash, column_hash):
 
 
 @triton.jit
+def quantized(
+    block,
+    scale,
+    outer,
+    inner,
+    num_outer,
+    num_inner,
+    hashes,
+    AXIS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ELEMENT: tl.constexpr,
+):
+    """A float32 block divided by its scales and rounded to an element's values.
+
+    AXIS is the one that a scale spans. `inner` says where the block's elements stand along it in the whole matrix,
+    `outer` where they stand across it; hashes alike, read where rounding is stochastic.
+    """
+    noise = 0.0
+    if STOCHASTIC:
+        outer_hash = tl.load(hashes[0] + outer, mask=outer < num_outer, other=0)
+        inner_hash = tl.load(hashes[1] + inner, mask=inner < num_inner, other=0)
+        noise = uniform(tl.expand_dims(outer_hash, AXIS), tl.expand_dims(inner_hash, 1 - AXIS))
+    return rounded(tl.div_rn(block, scale), noise, STOCHASTIC, ELEMENT)
+
+
+@triton.jit
 def widen(x):
     """float32 of bfloat16 or float32."""
     if x.dtype == tl.bfloat16:

@@ -60,6 +60,16 @@ class WeightBlocks:
     """The same codes as [C, R]; their scales are `scales.T`."""
 
 
+@dataclass(frozen=True)
+class ScaledRows:
+    """A matrix with one scale for each row of its codes, or for all of them."""
+
+    codes: Tensor
+    """float8, the scaled axis last: [R, C], or [C, R] where the rows were scaled along."""
+    scales: Tensor
+    """float32: [rows of the codes, 1], or [1] of the whole tensor."""
+
+
 def empty_tiles(rows: int, columns: int, element: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Codes [rows, columns] and scales [rows, groups], not yet filled."""
     codes = torch.empty(rows, columns, dtype=CODE_TYPES[element], device=device)
@@ -97,6 +107,21 @@ def check_row_major(name: str, x: Tensor) -> None:
             f"{name} must be row-major without gaps",
             got=f"strides {x.stride()} for shape {tuple(x.shape)}",
             do="call .contiguous() first",
+        )
+
+
+def check_choice(by_row: bool, by_column: bool, noise: Noise | None, noise_column: Noise | None) -> None:
+    """Refuse to quantize along no axis, noise for codes that are not asked for, and one noise for both."""
+    if not (by_row or by_column):
+        raise PlanError("nothing to quantize", got="by_row=False, by_column=False", expected="one of them")
+    for name, stream, wanted in (("noise", noise, by_row), ("noise_column", noise_column, by_column)):
+        if stream is not None and not wanted:
+            raise PlanError(f"{name} is for codes that are not asked for", do=f"leave {name} out")
+    if noise is not None and noise == noise_column:
+        raise PlanError(
+            "both results would round with the same noise",
+            got=f"key {noise.key} twice",
+            do="derive a stream for each",
         )
 
 

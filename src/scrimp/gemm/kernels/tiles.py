@@ -22,16 +22,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scrimp.errors import PlanError
 from scrimp.formats.noise import Noise
 from scrimp.gemm.kernels.arithmetic import (
     block_of_program,
     fp32_scale,
     load_block,
     magnitude_bits,
-    rounded,
+    quantized,
     store_block,
-    uniform,
 )
 from scrimp.gemm.kernels.launch import (
     TILE,
@@ -39,6 +37,7 @@ from scrimp.gemm.kernels.launch import (
     WARPS_STOCHASTIC,
     ColumnTiles,
     RowTiles,
+    check_choice,
     check_devices,
     check_matrix,
     checked_element,
@@ -71,13 +70,9 @@ def store_tiles(
     codes, scales = tiles
     scale = fp32_scale(tl.max(magnitude_bits(block), AXIS), ELEMENT)
     tl.store(scales + group * num_outer + outer, scale, mask=outer < num_outer)
-    noise = 0.0
-    if STOCHASTIC:
-        outer_hash = tl.load(hashes[0] + outer, mask=outer < num_outer, other=0)
-        inner_hash = tl.load(hashes[1] + inner, mask=inner < num_inner, other=0)
-        noise = uniform(tl.expand_dims(outer_hash, AXIS), tl.expand_dims(inner_hash, 1 - AXIS))
-    t = tl.div_rn(block, tl.expand_dims(scale, AXIS))
-    q = rounded(t, noise, STOCHASTIC, ELEMENT).to(codes.dtype.element_ty)
+    divisor = tl.expand_dims(scale, AXIS)
+    q = quantized(block, divisor, outer, inner, num_outer, num_inner, hashes, AXIS, STOCHASTIC, ELEMENT)
+    q = q.to(codes.dtype.element_ty)
     if AXIS == 0:
         q = tl.trans(q)  # one byte an element crosses the threads, not four
     store_block(codes, q, outer, inner, num_outer, num_inner)
@@ -155,7 +150,7 @@ def quantize_tiles(
     """
     check_matrix("x", x)
     kind = checked_element(element)
-    _check_choice(by_row, by_column, noise, noise_column)
+    check_choice(by_row, by_column, noise, noise_column)
     check_devices(x=x)
     num_rows, num_columns = x.shape
     row = empty_tiles(num_rows, num_columns, element, x.device) if by_row else None
@@ -180,17 +175,3 @@ def quantize_tiles(
             num_warps=WARPS_NEAREST if noise is None and noise_column is None else WARPS_STOCHASTIC,
         )
     return RowTiles(*row) if row else None, ColumnTiles(*column) if column else None
-
-
-def _check_choice(by_row: bool, by_column: bool, noise: Noise | None, noise_column: Noise | None) -> None:
-    if not (by_row or by_column):
-        raise PlanError("nothing to quantize", got="by_row=False, by_column=False", expected="one of them")
-    for name, stream, wanted in (("noise", noise, by_row), ("noise_column", noise_column, by_column)):
-        if stream is not None and not wanted:
-            raise PlanError(f"{name} is for tiles that are not asked for", do=f"leave {name} out")
-    if noise is not None and noise == noise_column:
-        raise PlanError(
-            "both results would round with the same noise",
-            got=f"key {noise.key} twice",
-            do="derive a stream for each",
-        )

@@ -1,7 +1,7 @@
 """How long a step of Scrimp takes as its quantization runs today.
 
 Problem  Scrimp's own step (`softwares/scrimp.toml`) is predicted with operands quantized by one fused kernel for each
-         pass. Only tiles (`fp8`) have such kernels yet: other recipes run operator by operator, which moves 15 to 70
+         pass. Groups (MX, NVFP4) have no such kernels yet: they run operator by operator, which moves 15 to 70
          times as many bytes, so that a plan may be faster than bf16 in the prediction and slower when it is trained.
 Method   The same setting with the counts of `softwares/scrimp-today.toml`.
 Limits   A plan is searched with fused kernels; today's best may be another one.
