@@ -7,6 +7,7 @@ A process without TRITON_INTERPRET compiles each kernel, specialised as Triton w
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import subprocess
@@ -16,9 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from ptx_machine import Machine, parse
 from ptx_memory import Array, GlobalMemory
 from torch import Tensor
+
+from scrimp.files import make_folder, write_whole
+from scrimp.gemm import kernels
 
 SCRIPT = Path(__file__).with_name("compile_ptx.py")
 HOPPER = 90
@@ -42,16 +47,33 @@ def compiler() -> subprocess.Popen[str]:
 
 
 @functools.cache
+def sources() -> str:
+    """What PTX depends on besides the request: the compiler's version and the kernels' text."""
+    files = [SCRIPT, *sorted(Path(kernels.__file__).parent.glob("*.py"))]
+    return str(triton.__version__) + "".join(path.read_text(encoding="utf-8") for path in files)
+
+
+@functools.cache
 def compiled(request: str) -> dict[str, Any]:
+    """The answer to a request, kept beside what Triton keeps: starting the compiler takes longer than most tests."""
+    key = hashlib.sha256((sources() + request).encode()).hexdigest()
+    path = Path(triton.knobs.cache.dir, "scrimp_ptx", f"{key}.json")
+    if not path.exists():
+        make_folder(path.parent)
+        write_whole(path, answer_to(request))
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def answer_to(request: str) -> str:
     process = compiler()
     assert process.stdin
     assert process.stdout
     print(request, file=process.stdin, flush=True)
     answer = process.stdout.readline()
     assert answer, "the compiler has ended"
-    found: dict[str, Any] = json.loads(answer)
-    assert "error" not in found, found["error"]
-    return found
+    assert not answer.startswith('{"error"'), json.loads(answer)["error"]
+    return answer
 
 
 class PtxLauncher:
