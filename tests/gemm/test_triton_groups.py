@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from triton_cases import DEVICE, fake_values, matrix, spoilt
+from triton_cases import DEVICE, assert_same_bits, exact_under_rotation, fake_values, matrix, spoilt
 
 from scrimp.errors import PlanError
 from scrimp.formats import Noise, Operand
@@ -22,21 +21,6 @@ OPERANDS = (
     ("e2m1", "nvfp4"),
     ("e2m1", "nvfp4_2d"),
 )
-
-
-def assert_same_bits(ours: Tensor, theirs: Tensor) -> None:
-    ours, theirs = ours.cpu(), theirs.cpu()
-    assert ours.dtype == theirs.dtype
-    assert ours.shape == theirs.shape
-    assert torch.equal(ours.isnan(), theirs.isnan())
-    same = theirs == theirs
-    assert torch.equal(ours[same].view(torch.int16), theirs[same].view(torch.int16))
-
-
-def exact_under_rotation(rows: int, columns: int) -> Tensor:
-    """Small multiples of 1/16: every sum of 16 of them, over 4, is exact in float32 in any order."""
-    generator = torch.Generator().manual_seed(3)
-    return torch.randint(-200, 201, (rows, columns), generator=generator) / 16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

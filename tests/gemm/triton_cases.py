@@ -73,3 +73,18 @@ def assert_same_codes(codes: Tensor, scales: Tensor, expected: QuantizedTensor) 
         assert codes.dtype == expected.payload.dtype
         ours, theirs = codes.view(torch.uint8), expected.payload.view(torch.uint8)
     assert torch.equal(ours[compared], theirs[compared])
+
+
+def assert_same_bits(ours: Tensor, theirs: Tensor) -> None:
+    ours, theirs = ours.cpu(), theirs.cpu()
+    assert ours.dtype == theirs.dtype
+    assert ours.shape == theirs.shape
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    same = theirs == theirs
+    assert torch.equal(ours[same].view(torch.int16), theirs[same].view(torch.int16))
+
+
+def exact_under_rotation(rows: int, columns: int) -> Tensor:
+    """Small multiples of 1/16: every sum of 16 of them, over 4, is exact in float32 in any order."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(-200, 201, (rows, columns), generator=generator) / 16

@@ -11,7 +11,7 @@ Hadamard Groups of 16 are multiplied by the rotation in float32 by fused multipl
 Limits   The rotation's sums of 16 addends round in an order that no one promises, so bit equality with
          `scrimp.formats` holds where these sums are exact, and else to about one unit of the sum.
          four_over_six has no kernel. E4M3 under mx with a scale below 2^-124 is not exact in bfloat16.
-Checked  tests/gemm/test_triton_groups.py.
+Checked  tests/gemm/test_triton_groups.py; test_ptx.py: the PTX compiled for Hopper, run on a CPU.
 """
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 

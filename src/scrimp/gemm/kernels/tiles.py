@@ -12,7 +12,8 @@ Method   A program takes one block of 128 x 128. Its 128 rows are 128 tiles alon
 Noise    Stochastic rounding adds the hashes of an element's row and column in the whole matrix, whichever
          way its codes are stored; the two results take separate streams.
 Limits   A group with a NaN or an infinity has the scale NaN; the codes beside it mean nothing.
-Checked  tests/gemm/test_triton_tiles.py: codes and scales equal to `scrimp.formats.quantize`.
+Checked  tests/gemm/test_triton_tiles.py: codes and scales equal to `scrimp.formats.quantize`; test_ptx.py: so are those
+         of the PTX compiled for Hopper, run on a CPU, and its threads do not race.
 """
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 

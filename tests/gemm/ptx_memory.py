@@ -1,0 +1,125 @@
+"""Memory of a simulated GPU that knows who touched each byte: it finds races, bad addresses and what nobody wrote.
+
+Problem  Threads that run in lockstep never see the harm of a forgotten barrier: every write is in memory before the
+         next instruction reads it. On a GPU it may not be.
+Method   For each byte the last writer and the readers since the last barrier are kept. It is a race if a thread
+
+             reads a byte that another has written, or
+             writes a byte that another has written or read,
+
+         with no barrier between. What comes later in the program makes no difference, so the order in which
+         threads really run need not be tried.
+Limits   Threads of a warp are separate threads: only a barrier of the whole block makes peace. In global memory there
+         is no barrier at all, for blocks do not wait for each other. Threads that write the same number to a byte in
+         the same instruction do not race, for compilers do this where threads hold copies; in different
+         instructions they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[Any]
+"""One number a thread, or bytes of memory."""
+
+NOBODY, SEVERAL = -1, -2
+POISON = 0xA5
+"""What memory and registers hold before they are written."""
+FIRST_ADDRESS = 1 << 20
+GAP = 512
+
+
+class AccessError(Exception):
+    """An address outside all buffers, not aligned, or never written."""
+
+
+class Memory:
+    """Bytes from FIRST_ADDRESS (global) or 0 (shared) on, in one space, or in one of equal size for each block."""
+
+    def __init__(self, size: int, spaces: int = 1, *, first: int = 0) -> None:
+        self.size, self.first = size, first
+        self.bytes = np.full(size * spaces, POISON, np.uint8)
+        self.is_usable = np.ones(size * spaces, bool)
+        self.is_known = np.zeros(size * spaces, bool)
+        self.is_written = np.zeros(size * spaces, bool)
+        self.races: list[str] = []
+        self.writer = np.full(size * spaces, NOBODY, np.int32)
+        self.reader = np.full(size * spaces, NOBODY, np.int32)
+
+    def barrier(self) -> None:
+        """All threads of each block have met: what was done before is seen by all."""
+        self.writer.fill(NOBODY)
+        self.reader.fill(NOBODY)
+
+    def read(self, addresses: Array, spaces: Array, threads: Array, size: int, why: str) -> Array:
+        """uint8 [threads, size]."""
+        places = self._places(addresses, spaces, size, why)
+        if not self.is_known[places].all():
+            raise AccessError(f"{why} reads what nobody wrote")
+        who = np.broadcast_to(threads[:, None], places.shape)
+        self._race(~self._is_own(self.writer[places], who), f"{why} reads what another thread wrote")
+        self._own(self.reader, places, np.where(self._is_own(self.reader[places], who), who, SEVERAL))
+        return self.bytes[places]
+
+    def write(self, addresses: Array, spaces: Array, threads: Array, values: Array, why: str) -> None:
+        """Values are uint8 [threads, size]."""
+        places = self._places(addresses, spaces, values.shape[1], why)
+        who = np.broadcast_to(threads[:, None], places.shape)
+        self._race(~self._is_own(self.writer[places], who), f"{why} writes what another thread wrote")
+        self._race(~self._is_own(self.reader[places], who), f"{why} writes what another thread read")
+        self.bytes[places] = values
+        self._race(self.bytes[places] != values, f"{why} writes different numbers to a byte")
+        self._own(self.writer, places, who)
+        self.is_known[places] = True
+        self.is_written[places] = True
+
+    def _places(self, addresses: Array, spaces: Array, size: int, why: str) -> Array:
+        """Index of each byte, [threads, size]."""
+        offsets = addresses.astype(np.int64) - self.first
+        is_inside = (offsets >= 0) & (offsets + size <= self.size)
+        if not is_inside.all():
+            raise AccessError(f"{why} leaves memory at {addresses[~is_inside][0]:#x}")
+        if (offsets % size).any():
+            raise AccessError(f"{why} is not aligned to {size} bytes")
+        places: Array = (offsets + spaces * self.size)[:, None] + np.arange(size)
+        if not self.is_usable[places].all():
+            raise AccessError(f"{why} touches memory between the buffers")
+        return places
+
+    def _own(self, owners: Array, places: Array, who: Array) -> None:
+        """Note who touches each byte now; a place may be there several times."""
+        owners[places] = who
+        owners[places[owners[places] != who]] = SEVERAL
+
+    def _is_own(self, owners: Array, threads: Array) -> Array:
+        is_own: Array = (owners == NOBODY) | (owners == threads)
+        return is_own
+
+    def _race(self, is_race: Array, what: str) -> None:
+        if is_race.any():
+            self.races.append(f"{what} ({int(is_race.sum())} bytes)")
+
+
+class GlobalMemory(Memory):
+    """Buffers at addresses that are multiples of 512, and between them bytes that no one may touch."""
+
+    def __init__(self, buffers: Sequence[Array]) -> None:
+        """Each buffer is an array of bytes."""
+        starts, end = [], 0
+        for buffer in buffers:
+            starts.append(end)
+            end += -(-len(buffer) // GAP) * GAP + GAP
+        super().__init__(end, first=FIRST_ADDRESS)
+        self.is_usable.fill(False)
+        self.is_known.fill(True)
+        self.slices = [
+            slice(start, start + len(buffer)) for start, buffer in zip(starts, buffers, strict=True)
+        ]
+        self.addresses = [FIRST_ADDRESS + start for start in starts]
+        for place, buffer in zip(self.slices, buffers, strict=True):
+            self.is_usable[place] = True
+            self.bytes[place] = buffer

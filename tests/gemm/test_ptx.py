@@ -1,0 +1,238 @@
+"""What the compiler makes of the quantizers for Hopper gives the bits of `scrimp.formats`, without races.
+
+test_triton_tiles.py and test_triton_groups.py interpret the kernels' Python. Here their PTX runs, on a CPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from ptx_launch import PtxLauncher
+from ptx_memory import AccessError
+from torch import Tensor
+from triton_cases import (
+    assert_same_bits,
+    assert_same_codes,
+    exact_under_rotation,
+    fake_values,
+    matrix,
+    spoilt,
+)
+
+from scrimp.formats import Noise, Operand, quantize
+from scrimp.formats.hadamard import rotate
+from scrimp.gemm.kernels import fake_quantize_groups, quantize_blocks, quantize_tiles, tensor_amax
+
+ALIGNED, RAGGED = (256, 144), (130, 75)
+CASES = (
+    (ALIGNED, torch.float32),
+    (ALIGNED, torch.bfloat16),
+    ((48, 32), torch.float32),
+    (RAGGED, torch.float32),
+    (RAGGED, torch.bfloat16),
+    ((272, 75), torch.float32),
+    ((75, 272), torch.bfloat16),
+    ((1, 130), torch.float32),
+    ((130, 1), torch.bfloat16),
+)
+"""Sizes that are multiples of 16, none, one of them, and sizes that are constants to the compiler."""
+FEW_CASES = CASES[0], CASES[1], CASES[4]
+SCALINGS = ("mx", "nvfp4", "nvfp4_2d")
+Launchers = Callable[[Callable[[str], str]], PtxLauncher]
+
+
+@pytest.fixture
+def launching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launchers]:
+    """Makes kernels run as PTX, from a change of it that is given on."""
+    made = []
+
+    def launch(edit: Callable[[str], str]) -> PtxLauncher:
+        made.append(PtxLauncher(edit))
+        for name in ("tiles", "block_scaled", "fake_quantize"):
+            module = importlib.import_module(f"scrimp.gemm.kernels.{name}")
+            monkeypatch.setattr(module, "run", made[-1])
+            monkeypatch.setattr(module, "check_devices", lambda **_: None)
+        return made[-1]
+
+    yield launch
+    assert any(launcher.launches for launcher in made), "no kernel ran as PTX"
+
+
+@pytest.fixture
+def on_ptx(launching: Launchers) -> PtxLauncher:
+    return launching(lambda ptx: ptx)
+
+
+def matrices(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """Of finite numbers, and where there is room with a few others."""
+    if min(shape) == 1:
+        return [torch.linspace(-3, 9, max(shape)).view(shape).to(dtype)]
+    found = [matrix(*shape, dtype)]
+    return [*found, spoilt(*shape, dtype)] if shape == ALIGNED else found
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
+@pytest.mark.every(18)
+def test_blocks(on_ptx: PtxLauncher, shape: tuple[int, int], dtype: torch.dtype, transposed: bool) -> None:
+    for x in matrices(shape, dtype):
+        blocks = quantize_blocks(x, "e4m3", transposed=transposed)
+        assert_same_codes(blocks.codes, blocks.scales, quantize(x, "e4m3", "block", -1))
+        if blocks.transposed_codes is not None:
+            expected = quantize(x, "e4m3", "block", -2)
+            assert_same_codes(blocks.transposed_codes, blocks.scales.T.contiguous(), expected)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
+@pytest.mark.every(18)
+def test_tiles_of_both_axes(
+    on_ptx: PtxLauncher, shape: tuple[int, int], dtype: torch.dtype, stochastic: bool
+) -> None:
+    noise = Noise(11, first_row=1000, first_column=70_000) if stochastic else None
+    other = noise.derive(1) if noise else None
+    for x in matrices(shape, dtype):
+        row, column = quantize_tiles(x, "e4m3", by_row=True, by_column=True, noise=noise, noise_column=other)
+        assert row is not None
+        assert column is not None
+        for tiles, axis, stream in ((row, -1, noise), (column, -2, other)):
+            expected = quantize(x, "e4m3", "tile", axis, "stochastic" if stream else "nearest", noise=stream)
+            assert_same_codes(tiles.codes, tiles.scales, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize(("shape", "dtype"), FEW_CASES)
+def test_tiles_of_one_axis(
+    on_ptx: PtxLauncher, shape: tuple[int, int], dtype: torch.dtype, axis: int
+) -> None:
+    x = matrix(*shape, dtype)
+    row, column = quantize_tiles(x, "e4m3", by_row=axis == -1, by_column=axis == -2)
+    tiles = row or column
+    assert tiles is not None
+    assert_same_codes(tiles.codes, tiles.scales, quantize(x, "e4m3", "tile", axis))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("element", ["e2m1", "e5m2"])
+def test_codes_of_other_elements(on_ptx: PtxLauncher, element: str) -> None:
+    x = matrix(*ALIGNED, torch.bfloat16)
+    row, column = quantize_tiles(x, element, by_row=True, by_column=True)
+    blocks = quantize_blocks(x, element, transposed=True)
+    assert row is not None
+    assert column is not None
+    assert blocks.transposed_codes is not None
+    assert_same_codes(row.codes, row.scales, quantize(x, element, "tile", -1))
+    assert_same_codes(column.codes, column.scales, quantize(x, element, "tile", -2))
+    assert_same_codes(blocks.codes, blocks.scales, quantize(x, element, "block", -1))
+    transposed = quantize(x, element, "block", -2)
+    assert_same_codes(blocks.transposed_codes, blocks.scales.T.contiguous(), transposed)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize(("shape", "dtype"), FEW_CASES)
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.every(36)
+def test_groups(
+    on_ptx: PtxLauncher, scaling: str, dtype: torch.dtype, axis: int, shape: tuple[int, int], rounding: str
+) -> None:
+    """With the maximum of the tensor where its scale needs one."""
+    operand, noise = Operand("e2m1", scaling, rounding), Noise(5, first_row=40, first_column=900)  # type: ignore[arg-type]
+    for x in matrices(shape, dtype):
+        assert_same_values(x, operand, axis, noise)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("shape", [ALIGNED, RAGGED])
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.every(24)
+def test_rotated_groups(
+    on_ptx: PtxLauncher, scaling: str, axis: int, shape: tuple[int, int], rounding: str
+) -> None:
+    operand = Operand("e2m1", scaling, rounding, hadamard=True)  # type: ignore[arg-type]
+    assert_same_values(exact_under_rotation(*shape), operand, axis, None)
+
+
+def assert_same_values(x: Tensor, operand: Operand, axis: int, noise: Noise | None) -> None:
+    values, scale = fake_quantize_groups(x, operand, axis, noise=noise)
+    expected, expected_scale = fake_values(x, operand, axis, noise)
+    assert_same_bits(values, expected.bfloat16())
+    if scale is not None and expected_scale is not None:
+        assert torch.equal(scale.view(torch.int32), expected_scale.view(torch.int32)) or scale.isnan()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize(("shape", "dtype"), FEW_CASES)
+def test_the_largest_magnitude_of_a_tensor(
+    on_ptx: PtxLauncher, shape: tuple[int, int], dtype: torch.dtype, axis: int, hadamard: bool
+) -> None:
+    x = exact_under_rotation(*shape).to(dtype)
+    x[-1, -1] = 90
+    pad = -x.shape[axis] % 16
+    padded = torch.nn.functional.pad(x.float(), (0, pad) if axis == -1 else (0, 0, 0, pad))
+    expected = (rotate(padded, axis) if hadamard else padded).abs().max()
+    assert torch.equal(tensor_amax(x, hadamard, axis), expected)
+    x[-1, -1] = torch.nan
+    assert bool(tensor_amax(x, hadamard, axis).isnan())
+
+
+# The machine sees what is wrong.
+
+
+def without(pattern: str, number: int) -> Callable[[str], str]:
+    """Leaves out what matches, the one of that number."""
+
+    def edit(ptx: str) -> str:
+        found = list(re.finditer(pattern, ptx))[number]
+        return ptx[: found.start()] + ptx[found.end() :]
+
+    return edit
+
+
+def test_every_barrier_of_the_blocks_is_needed(launching: Launchers) -> None:
+    x, barriers = matrix(*ALIGNED, torch.float32), []
+
+    def count(ptx: str) -> str:
+        barriers.extend(re.findall(r"bar\.sync", ptx))
+        return ptx
+
+    launching(count)
+    quantize_blocks(x, "e4m3", transposed=True)
+    assert len(barriers) >= 3
+    for number in range(len(barriers)):
+        launching(without(r"bar\.sync\s+0;", number))
+        with pytest.raises(AssertionError, match="what another thread"):
+            quantize_blocks(x, "e4m3", transposed=True)
+
+
+def test_a_store_of_exchanged_registers_gives_wrong_codes(launching: Launchers) -> None:
+    x = matrix(*ALIGNED, torch.float32)
+    launching(lambda ptx: re.sub(r"(st\.global\.v4\.b32 .*\{ )(%r\d+), (%r\d+)", r"\1\3, \2", ptx, count=1))
+    blocks, expected = quantize_blocks(x, "e4m3", transposed=True), quantize(x, "e4m3", "block", -1)
+    assert blocks.transposed_codes is not None
+    assert_same_codes(blocks.transposed_codes, blocks.scales.T.contiguous(), quantize(x, "e4m3", "block", -2))
+    with pytest.raises(AssertionError):
+        assert_same_codes(blocks.codes, blocks.scales, expected)
+
+
+def test_a_store_left_out_is_seen(launching: Launchers) -> None:
+    launching(without(r"@%p\d+ st\.global\.v4\.b32 .*;", 4))
+    with pytest.raises(AssertionError, match="bytes are not written"):
+        quantize_blocks(matrix(*ALIGNED, torch.float32), "e4m3", transposed=True)
+
+
+def test_a_store_without_its_guard_leaves_the_buffer(launching: Launchers) -> None:
+    launching(without(r"@%p\d+ (?=st\.global\.v4\.b32)", 3))
+    with pytest.raises(AccessError, match=r"st\.global"):
+        quantize_blocks(matrix(48, 128, torch.float32), "e4m3", transposed=True)
