@@ -29,7 +29,7 @@ CONFIG = """
 --checkpoint.every --checkpoint.keep-last --checkpoint.keep-every
 --train.nonfinite-patience
 --budget.device-memory --budget.host-memory --budget.fp4-flops --budget.step-seconds --budget.speedup
---budget.divergence
+--budget.divergence --budget.saved-bytes
 --layout.dp --layout.fsdp --layout.cp --layout.cp-method --layout.tp --layout.zero --layout.search --layout.no-search
 --layout.gathered --layout.switch --layout.no-switch
 --layout.pp --layout.virtual --layout.schedule --layout.stages --layout.ep --layout.etp --layout.backends

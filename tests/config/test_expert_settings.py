@@ -25,6 +25,11 @@ BASE = {"device": "cpu", "data.tokenizer": "bytes", "model.preset": "mixtral-8m"
             "budget.speedup is not carried out for models with routed experts yet",
         ),
         (
+            {"precision": "snip", "budget.saved_bytes": 0.5, "layout.etp": 2},
+            2,
+            "budget.saved_bytes is not carried out beside layout.etp yet",
+        ),
+        (
             {"model.preset": "llama-3m", "layout.ep": 2},
             2,
             "layout.ep shares experts, and this model has none",

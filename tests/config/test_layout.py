@@ -58,6 +58,10 @@ def test_ranks_that_cut_layers_leave_the_others_to_be_filled_up(settings: Any, d
             {"layout__tp": 2, "precision": "snip", "budget__speedup": 1.2},
             "budget.speedup 1.2 is not carried out",
         ),
+        (
+            {"layout__tp": 2, "precision": "snip", "budget__saved_bytes": 0.5},
+            "budget.saved_bytes 0.5 is not carried out",
+        ),
         ({"layout__tp": 2, "optimizer__moments": "8bit"}, "optimizer.moments 8bit"),
         (
             {"layout__tp": 2, "precision": "bf16", "optimizer__master_weights": False},

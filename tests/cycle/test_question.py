@@ -53,7 +53,8 @@ def test_phases_of_a_budget_that_nothing_keeps_are_left_to_the_solver_to_refuse(
 
 
 @pytest.mark.parametrize(
-    "budget", [{"speedup": 2.0}, {"step_seconds": 0.5}, {"divergence": 0.1}, {"fp4_flops": 0.3}]
+    "budget",
+    [{"speedup": 2.0}, {"step_seconds": 0.5}, {"divergence": 0.1}, {"fp4_flops": 0.3}, {"saved_bytes": 0.6}],
 )
 def test_the_planner_is_asked_for_the_users_own_budget(budget: dict[str, float]) -> None:
     rows = {gemm: {"bf16": 4e-3, "fp8": 2e-3, "nvfp4": 1e-3} for gemm in GEMMS}
@@ -81,7 +82,9 @@ def test_the_layers_of_a_pipeline_belong_to_the_ranks_that_hold_their_blocks() -
     config = replace_values(Config(), {"data.tokenizer": "bytes", "precision": "snip", "train.sequence": 64})
     found = resolve(config, preset("llama-3m"), device_type="cpu").config
     layout = dataclasses.replace(found.layout, pp=2, virtual=2, schedule="interleaved")
-    layers = [f"blocks.{number}.mlp.down" for number in range(preset("llama-3m").num_layers)]
+    layers = dict.fromkeys(
+        [f"blocks.{number}.mlp.down" for number in range(preset("llama-3m").num_layers)], "made"
+    )
     assert not CycleSettings.of_run(found, layers).stages
     stages = CycleSettings.of_run(dataclasses.replace(found, layout=layout), layers).stages
     assert list(stages.values()) == [0, 0, 1, 0, 1]  # of five blocks the first of four stages has two

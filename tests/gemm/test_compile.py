@@ -26,8 +26,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from scrimp.gemm import recomputed, reference_only, register_flop_formulas, swap_in
-from scrimp.gemm.storage import capacity
-from scrimp.precision import LinearPrecision
+from scrimp.precision import LinearPrecision, capacity
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,8 @@ from property_tests import examples
 from scrimp.formats import Noise, QuantizedTensor
 from scrimp.gemm.backends import ReferenceBackend
 from scrimp.gemm.problem import AXES, Use, operands_of
-from scrimp.gemm.storage import CODES, capacity, pack, saved_class, unpack
+from scrimp.gemm.storage import CODES, pack, saved_class, unpack
+from scrimp.precision import capacity
 
 
 def codes_of(recipe: str, tokens: int, features: int) -> QuantizedTensor:

@@ -267,7 +267,7 @@ def _refuse_contradictions(settings: CycleSettings) -> None:
         raise PlanError(
             f"budget {name} needs measured times of the GEMMs, which this cycle has none of",
             got=f"{value:g}",
-            expected="fp4_flops or divergence",
+            expected="fp4_flops, saved_bytes or divergence",
         )
     if not is_policy(policy) or (policy in RECIPES and policy not in formats):
         raise PlanError(

@@ -169,7 +169,7 @@ def plan(
 
     Args:
         budget: a share of the planned layers' FLOPs in 4 bits; or a Budget; or its one entry by name: fp4_flops,
-            step_seconds, speedup or divergence (`scrimp.planner.precision.budget`).
+            saved_bytes, step_seconds, speedup or divergence (`scrimp.planner.precision.budget`).
         policy: snip, or one of the baselines (`scrimp.planner.precision.policies`).
         weights: of the terms of the cost against each other.
         current: the current plan, which only a clearly better one replaces.

@@ -144,6 +144,7 @@ def _show_measured(found: Preview, out: Path | None) -> None:
     rows = [
         ("budget", budget or f"none: policy {plan.policy} keeps no budget"),
         ("FLOPs in 4 bits", f"{predicted['fp4_flops'] or 0:.1%} of the blocks' linear layers"),
+        *_saved_rows(predicted.get("saved_bytes")),
         (
             "loss divergence",
             f"{predicted['loss_divergence'] or 0:.2e} of the loss (predicted; {interval_text(plan, 'loss', '.2e')})",
@@ -170,6 +171,11 @@ def interval_text(plan: PrecisionPlan, what: str, number_format: str) -> str:
         return "no interval: one batch was measured" if plan.batches == 1 else "no interval"
     low, high = (format(bound, number_format) for bound in pair)
     return f"95% from {low} to {high}, by {plan.batches} batches"
+
+
+def _saved_rows(share: float | None) -> list[tuple[str, str]]:
+    """What is kept of inputs, where it is known."""
+    return [] if share is None else [("inputs kept for backward", f"{share:.1%} of their bytes in bf16")]
 
 
 def next_best_choices(plan: PrecisionPlan, count: int = 4) -> list[tuple[str, str]]:

@@ -105,6 +105,13 @@ def _check_beside_ranks(config: Config) -> None:
         )
     rounds = config.train.parameters == "bf16" and not config.optimizer.master_weights
     moments = config.optimizer.moments
+    kept = config.budget.saved_bytes
+    if kept is not None and layout.etp > 1:
+        raise ConfigError(
+            "budget.saved_bytes is not carried out beside layout.etp yet",
+            got=f"{kept:g} with layout.etp {layout.etp:,}, whose ranks keep pieces of some inputs and all of others",
+            do="give budget.fp4_flops instead, or leave layout.etp out",
+        )
     refused: list[tuple[str, str]] = [("optimizer.moments", moments)] * (moments != "fp32")
     refused += [("optimizer.master_weights", "false")] * rounds
     refused += [("train.compile", config.train.compile)] * (config.train.compile == "on")

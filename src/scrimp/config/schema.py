@@ -290,6 +290,8 @@ class BudgetConfig:
     """snip: least speed-up of a step over bf16 GEMMs, by the same times."""
     divergence: float | None = None
     """snip: most predicted harm, as a share of that of everything in the lowest format; then the fastest plan."""
+    saved_bytes: float | None = None
+    """snip: most that planned layers keep of their inputs for the backward pass, as a share of its bytes in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from scrimp.config.schema import Config, Decision, decided
 from scrimp.errors import ConfigError
 from scrimp.precision import RECIPES
 
-BUDGETS = ("fp4_flops", "step_seconds", "speedup", "divergence")
+BUDGETS = ("fp4_flops", "step_seconds", "speedup", "divergence", "saved_bytes")
 POLICIES = (
     "snip",
     "snip-layer",

@@ -114,6 +114,7 @@ RANGES: dict[str, Range] = {
     "budget.step_seconds": Range(0, 10**6, above=True),
     "budget.speedup": Range(1, 100),
     "budget.divergence": Range(0, 1),
+    "budget.saved_bytes": Range(0, 1, above=True),
     "snip.first": _COUNT_OR_OFF,
     "snip.every": _COUNT_OR_OFF,
     "snip.delay": _COUNT,

@@ -89,6 +89,8 @@ def ask(
         bf16_seconds=in_bf16,
         policy=settings.policy,
         stages=[settings.stages[layer] for layer in profile.layers] if settings.stages else None,
+        saved=[settings.saved.get(layer, ()) for layer in profile.layers] if settings.saved else None,
+        is_compiled=settings.is_compiled,
         weights=settings.weights,
         allowed=open_formats(settings.formats, profile.layers, profile.formats, settings.pinned, useful),
         penalties=np.array([penalties.get(layer, [1.0] * len(GEMMS)) for layer in profile.layers]),

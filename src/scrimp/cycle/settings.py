@@ -5,7 +5,7 @@ Steps at which a cycle measures are a function of these alone, so that a run tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scrimp.config import ResolvedConfig
@@ -13,7 +13,7 @@ from scrimp.config.pipeline import pipeline_of
 from scrimp.config.schema import decided
 from scrimp.config.snip import BUDGETS, chosen_steps
 from scrimp.planner.precision import Budget, Weights
-from scrimp.precision import parse_rules
+from scrimp.precision import InputOrigin, parse_rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,12 @@ class CycleSettings:
     layers: tuple[str, ...] | None = None
     """To plan; None: those that are planned already, else all trained ones but the head."""
     stages: Mapping[str, int] = field(default_factory=dict)
-    """Layer to the rank of a pipeline that computes it: each keeps a budget of FLOPs by itself. Empty: one has all."""
+    """Layer to the rank of a pipeline that computes it: each keeps a budget of FLOPs or bytes by itself. Empty: one
+    has all."""
+    saved: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Layer to all that is kept of its input, where its recipes do not decide that."""
+    is_compiled: bool = False
+    """Whether layers run in compiled graphs."""
     is_smoothed: bool = False
     """Whether costs of the last statistics count half."""
     must_keep_budget: bool = True
@@ -65,13 +70,13 @@ class CycleSettings:
     """Number of the first step, as plans name the step that they begin with."""
 
     @classmethod
-    def of_run(cls, config: ResolvedConfig, layers: Iterable[str]) -> CycleSettings:
+    def of_run(cls, config: ResolvedConfig, layers: Mapping[str, InputOrigin]) -> CycleSettings:
         """The cycle that a run asks for.
 
         Args:
-            layers: whose formats are planned.
+            layers: whose formats are planned, and where their inputs come from.
         """
-        snip = config.snip
+        snip, rules = config.snip, parse_rules(config.precision)
         return cls(
             budget=Budget(**{name: getattr(config.budget, name) for name in BUDGETS}),
             formats=config.candidates,
@@ -79,11 +84,13 @@ class CycleSettings:
             **{name: getattr(snip, name) for name in ("policy", "batches", "gains", "start")},
             **{name: getattr(snip, name) for name in ("final_share", "final_weight")},
             weights=Weights(snip.loss_weight, snip.update_weight, snip.curvature_weight),
-            pinned=parse_rules(config.precision).pinned(list(layers)),
+            pinned=rules.pinned(list(layers)),
             steps=config.train.steps,
             at=chosen_steps(snip.at),
             compute=config.precision_rules.compute,
-            stages=_stages(config, list(layers)),
+            stages=stages_of(config, list(layers)),
+            saved=rules.saved_whatever_runs(layers),
+            is_compiled=config.train.compile == "on",
             is_smoothed=True,
             must_keep_budget=False,
             counts_from=1,
@@ -108,7 +115,7 @@ class CycleSettings:
         return range(self.steps - round(self.final_share * self.steps), self.steps)
 
 
-def _stages(config: ResolvedConfig, layers: Sequence[str]) -> dict[str, int]:
+def stages_of(config: ResolvedConfig, layers: Sequence[str]) -> dict[str, int]:
     """Which rank of a pipeline has each layer, by the number of its block."""
     if config.layout.pp == 1:
         return {}

@@ -130,9 +130,17 @@ def plan_for(question: Question, target: ExportTarget | None, *, step: int) -> P
     """
     if target is None:
         return make_plan(question, step=step)
+    if question.budget.saved_bytes is not None:
+        raise PlanError(
+            f"budget saved_bytes is of what Scrimp keeps of inputs, and {target} keeps them in its own way",
+            got=f"{question.budget.saved_bytes:g}",
+            expected="budget fp4_flops, or another one, for that target",
+            do="give another budget, or leave the target out",
+        )
     compute = "fp32" if set(question.profile.formats) & {"fp32", "bf16"} == {"fp32"} else "bf16"
     plan = make_plan(replace(question, together=runs_together(target, compute)), step=step)
-    return replace(plan, reason=f"{plan.reason}; only what {target} runs")
+    predicted = {**plan.predicted, "saved_bytes": None}
+    return replace(plan, predicted=predicted, reason=f"{plan.reason}; only what {target} runs")
 
 
 def whole_layer_recipes(plan: Plan | PrecisionPlan, target: ExportTarget) -> tuple[str, ...]:

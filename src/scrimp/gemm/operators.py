@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from scrimp.formats import QuantizedTensor
 from scrimp.gemm.layer import PlannedLayer, backward, forward, layer_of
 from scrimp.gemm.problem import high_precision
-from scrimp.gemm.storage import CODES, RECOMPUTED, capacity, pack, unpack
+from scrimp.gemm.storage import CODES, RECOMPUTED, pack, unpack
+from scrimp.precision import capacity
 
 
 @torch.library.custom_op("scrimp::planned_forward", mutates_args=())

@@ -19,22 +19,16 @@ from scrimp.formats.codes import FLOAT8
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.quantize import SCALE_TYPES
 from scrimp.gemm.problem import ROWS, operands_of
-from scrimp.precision import HIGH_PRECISION, RECOMPUTE, lookup_element, lookup_scaling, scale_shape
+from scrimp.precision import HIGH_PRECISION, RECOMPUTE, capacity, lookup_element, lookup_scaling, scale_shape
+from scrimp.precision.saved_inputs import ALIGNMENT
 
 RECOMPUTED = RECOMPUTE
-ALIGNMENT = 16
 CODES = "codes"
 
 
 def saved_class(saved: str) -> str:
     """What a compiled graph knows of what is saved: a high precision, recompute, or that it is codes."""
     return saved if saved in (*HIGH_PRECISION, RECOMPUTED) else CODES
-
-
-def capacity(tokens: int, features: int) -> int:
-    """Bytes that hold the codes of X [tokens, features] of any recipe; also of symbolic sizes."""
-    whole = (tokens + HADAMARD_SIZE - 1) // HADAMARD_SIZE * HADAMARD_SIZE
-    return features * (whole + 4 * (tokens // 128 + 1)) + 3 * ALIGNMENT
 
 
 def pack(codes: QuantizedTensor) -> Tensor:

@@ -34,8 +34,10 @@ from scrimp.precision.rules import (
     is_router,
     parse_rules,
 )
+from scrimp.precision.saved_inputs import BF16_BYTES, capacity, saved_bytes
 
 __all__ = [
+    "BF16_BYTES",
     "ELEMENTS",
     "GEMMS",
     "HEAD",
@@ -57,12 +59,14 @@ __all__ = [
     "Rule",
     "Scaling",
     "Split",
+    "capacity",
     "check_cut",
     "is_router",
     "lookup_element",
     "lookup_scaling",
     "parse_rules",
     "recipe",
+    "saved_bytes",
     "scale_shape",
     "storage_bytes",
 ]

@@ -27,7 +27,7 @@ Split = Literal["outputs", "inputs"]
 _CUT_TENSORS: dict[str, tuple[str, ...]] = {"outputs": ("w", "g"), "inputs": ("w", "x")}
 _SUMMED: dict[str, str] = {"outputs": "dgrad", "inputs": "fprop"}
 """The GEMM that sums over the features that are cut."""
-_HADAMARD = 16
+HADAMARD = 16
 """Elements that are rotated together."""
 
 
@@ -69,4 +69,4 @@ def _group(operand: Operand, *, is_along: bool) -> int:
     """Features of a group, along the sum of the GEMM or across it; 1 where a reduction finds the scale."""
     scaling = lookup_scaling(operand.scaling)
     group = (scaling.columns if is_along else scaling.rows) or 1
-    return max(group, _HADAMARD) if operand.hadamard and is_along else group
+    return max(group, HADAMARD) if operand.hadamard and is_along else group

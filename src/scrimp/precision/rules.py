@@ -201,11 +201,27 @@ class PrecisionRules:
         Args:
             origin: where its input comes from.
         """
-        saved = next(
-            (rule.formats for rule in reversed(self.rules) if rule.target == _SAVED and rule.matches(layer)),
-            None,
-        )
-        return LinearPrecision(fprop, dgrad, wgrad, saved or self._saved(origin, wgrad)[0])
+        saved = self._saved_by_rule(layer) or self._saved(origin, wgrad)[0]
+        return LinearPrecision(fprop, dgrad, wgrad, saved)
+
+    def saved_whatever_runs(self, layers: Mapping[str, InputOrigin]) -> dict[str, tuple[str, ...]]:
+        """Layer to all that is kept of its input, where its recipes do not decide that: what a rule says, and the
+        compute format where what made the input keeps it.
+
+        Args:
+            layers: full names, and where their inputs come from.
+        """
+        found = {}
+        for layer, origin in layers.items():
+            kept = [self.compute] if origin == "kept" else []
+            by_rule = self._saved_by_rule(layer)
+            if kept or by_rule is not None:
+                found[layer] = tuple(dict.fromkeys([*kept, *([by_rule] if by_rule else [])]))
+        return found
+
+    def _saved_by_rule(self, layer: str) -> str | None:
+        rules = (rule for rule in reversed(self.rules) if rule.target == _SAVED and rule.matches(layer))
+        return next((rule.formats for rule in rules), None)
 
     def _saved(self, origin: InputOrigin, wgrad: str) -> tuple[str, str]:
         """What backward keeps by default, and why if it is not what wgrad reads."""

@@ -91,11 +91,12 @@ def figure(key: str, value: object) -> str:
     """A figure with the unit that its name ends in."""
     if not is_number(value):
         return MISSING
-    if key.endswith(("_bytes", "_memory")):
+    if key.endswith(("_bytes", "_memory")) and key != "saved_bytes":
         return format_bytes(value)
     if key.endswith(("_seconds", "_s")):
         return format_duration(value)
-    return format_percent(value) if key.endswith("_flops") and value <= 1 else format_number(value)
+    is_share = key.endswith("_flops") or key == "saved_bytes"
+    return format_percent(value) if is_share and value <= 1 else format_number(value)
 
 
 def _from_metrics(run: RunRecord, key: str) -> float | None:

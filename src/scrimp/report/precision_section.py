@@ -38,6 +38,7 @@ _NAME_LIMIT: Final = 60
 _TEXT_LIMIT: Final = 600
 _LABELS: Final = {
     "fp4_flops": "linear FLOPs in 4 bit",
+    "saved_bytes": "inputs kept for backward, of their bytes in bf16",
     "loss_divergence": "loss divergence",
     "weight_divergence": "weight divergence",
     "step_seconds": "time per step",
@@ -104,12 +105,13 @@ def _layer_shares(run: RunRecord, plan: PlanAt) -> dict[str, float] | None:
 
 
 def figure(key: str, value: float | None) -> str:
-    """A figure with the unit that its name ends in; a share of FLOPs in percent."""
+    """A figure with the unit that its name ends in; a share of FLOPs or bytes in percent."""
     if value is None:
         return MISSING
     if key.endswith("_seconds"):
         return format_duration(value)
-    return format_percent(value) if key.endswith("_flops") and 0 <= value <= 1 else format_number(value, 3)
+    is_share = key.endswith("_flops") or key == "saved_bytes"
+    return format_percent(value) if is_share and 0 <= value <= 1 else format_number(value, 3)
 
 
 def _figures(analysis: Analysis | None) -> Markup | None:
@@ -255,6 +257,7 @@ def _plans_table(
             continue
         cells = [tag("td", share_bar(formats, flop_shares(plan, shares), "bar", 12))]
         cells.append(_number_cell(figure("fp4_flops", analysis.predicted.get("fp4_flops"))))
+        cells.append(_number_cell(figure("saved_bytes", analysis.predicted.get("saved_bytes"))))
         cells.append(_number_cell(format_number(total_harm(plan), 3)))
         for key in ("loss_divergence", "weight_divergence"):
             both = (figure(key, part.get(key)) for part in (analysis.predicted, analysis.measured))
@@ -263,12 +266,16 @@ def _plans_table(
         cells.append(_number_cell(format_percent(analysis.gap, 2)))
         rows.append(tag("tr", tag("th", format_integer(plan.step), scope="row", class_="num"), *cells))
     names = (
-        "step", "formats", "4-bit FLOPs", "harm", "loss divergence", "weight divergence", "certainty", "solver gap",
+        "step", "formats", "4-bit FLOPs", "inputs kept", "harm", "loss divergence", "weight divergence", "certainty",
+        "solver gap",
     )  # fmt: skip
     head = tag(
         "tr", *[tag("th", name, scope="col", class_=None if name == "formats" else "num") for name in names]
     )
-    note = "4-bit FLOPs and harm are predicted; divergences are predicted / measured."
+    note = (
+        "4-bit FLOPs, inputs kept for backward (of their bytes in bf16) and harm are predicted; "
+        "divergences are predicted / measured."
+    )
     return join(
         [
             tag("h3", "All analysed plans"),

@@ -45,7 +45,7 @@ from scrimp.training.chosen_layout import RanksHere, choose_on, measured_ranks
 from scrimp.training.memory.host_room import checkpoint_bytes
 from scrimp.training.memory.limits import budgets_of, device_limit
 from scrimp.training.memory.micro_batch import decide_micro_batch
-from scrimp.training.precision.reachable import refuse_unreachable_share
+from scrimp.training.precision.reachable import refuse_unreachable_bytes, refuse_unreachable_share
 from scrimp.training.run_data import (
     VOCAB_MULTIPLE,
     decide_tokenizer,
@@ -351,6 +351,7 @@ def _plan_for(
     if config.is_planned:
         pinned = parse_rules(config.precision).pinned(list(spec_of(architecture).origins))
         refuse_unreachable_share(config, architecture, pinned)
+        refuse_unreachable_bytes(config, architecture)
     config, memory = decide_micro_batch(device, config, architecture, reasons)
     decisions = _decisions(device, asked, config, architecture, reasons, memory)
     plan = json.loads(decisions.plan.to_json())

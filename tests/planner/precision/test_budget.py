@@ -32,6 +32,8 @@ RATES = np.array([1.0, 0.5, 0.25])
         ({"step_seconds": -1.0}, "step_seconds is out of range - got -1.0, expected a number that is not"),
         ({"speedup": 0.5}, "speedup is out of range - got 0.5, expected a factor of 1 or more"),
         ({"divergence": 2.0}, "divergence is out of range - got 2.0, expected a share from 0 to 1"),
+        ({"saved_bytes": 0.0}, "saved_bytes is out of range - got 0.0, expected a share above 0, to 1"),
+        ({"saved_bytes": 1.01}, "saved_bytes is out of range - got 1.01, expected a share above 0, to 1"),
         ({"divergence": float("nan")}, "divergence is out of range"),
     ],
 )

@@ -7,9 +7,10 @@ what each candidate would have cost (harm, and its parts in loss and update), an
     step, measured_at  when it began, and when its statistics were taken
     model, device      fingerprints of what was measured
     layers             layer -> flops_share, stage, gemms -> choice, harm, loss, update, certainty
-    predicted          fp4_flops; loss_divergence, relative change of the loss, and weight_divergence, relative change
-                       of the update (root sums of squares over GEMMs); step_seconds of the planned GEMMs, and of
-                       what a step takes beside them where that is known
+    predicted          fp4_flops; saved_bytes, what is kept of inputs as a share of its bytes in bf16 (none where
+                       another trainer runs the plan); loss_divergence, relative change of the loss, and
+                       weight_divergence, relative change of the update (root sums of squares over GEMMs);
+                       step_seconds of the planned GEMMs, and of what a step takes beside them where that is known
     batches, intervals how many were measured, and from their spread 95 % intervals of the divergences, low and high
     budget             as its user gave it; empty where the policy keeps none
     measured           the same divergences, of the plan as a whole, where a probe has measured them
@@ -32,7 +33,13 @@ from scrimp.config.snip import keeps_budget
 from scrimp.errors import PlanError
 from scrimp.files import read_bounded, write_whole
 from scrimp.json_files import decode_json, finite
-from scrimp.planner.precision.choose import Choice, Question, share_in_4_bits, without_statistics
+from scrimp.planner.precision.choose import (
+    Choice,
+    Question,
+    share_in_4_bits,
+    share_of_saved_bytes,
+    without_statistics,
+)
 from scrimp.planner.precision.divergence import gemm_parts, mean_divergence
 from scrimp.planner.precision.interval import intervals
 from scrimp.planner.precision.policies import is_per_gemm
@@ -230,7 +237,7 @@ def _solver(solution: Solution | None, unknown: str) -> dict[str, Any]:
 
 
 def predict(question: Question, choice: Choice) -> dict[str, float | None]:
-    """Share in 4 bits, divergences of the plan as a whole, seconds of its GEMMs."""
+    """Share in 4 bits, of bytes that are kept of inputs, divergences of the plan as a whole, seconds of its GEMMs."""
     profile = question.profile
     found = mean_divergence(profile, question.method)
     rows = np.arange(len(profile.layers))
@@ -241,6 +248,7 @@ def predict(question: Question, choice: Choice) -> dict[str, float | None]:
     spent = None if seconds is None else np.take_along_axis(seconds, choice.formats[:, :, None], axis=2).sum()
     return {
         "fp4_flops": share_in_4_bits(profile, choice.formats),
+        "saved_bytes": share_of_saved_bytes(question, choice.formats),
         "loss_divergence": float(np.sqrt(np.nansum(loss**2))),
         "weight_divergence": float(np.sqrt(np.nansum(update**2)) / size) if size > 0 else 0.0,
         "step_seconds": None if spent is None else float(spent) + question.other_seconds,

@@ -6,6 +6,8 @@
     step_seconds   at most this time of a step: of the planned GEMMs, by a table of measured times, and of what a
                    step takes beside them where that is known; in every stage
     speedup        a step this many times faster than with its planned GEMMs in bf16, by the same times
+    saved_bytes    at most this share of the bytes that the planned layers' inputs take in bf16 is kept of them for the
+                   backward pass, in every stage
     divergence     at most this share of the predicted harm that everything in the lowest format would add: the
                    fastest plan under it, or without times the one with most FLOPs in 4 bits
 
@@ -23,18 +25,20 @@ _RANGES = {
     "fp4_flops": (0.0, 1.0, "a share from 0 to 1"),
     "step_seconds": (0.0, math.inf, "a number that is not negative"),
     "speedup": (1.0, math.inf, "a factor of 1 or more"),
+    "saved_bytes": (math.ulp(0.0), 1.0, "a share above 0, to 1"),
     "divergence": (0.0, 1.0, "a share from 0 to 1, or infinity for the fastest plan of all"),
 }
 
 
 @dataclass(frozen=True)
 class Budget:
-    """One of the four; see the module."""
+    """One of the five; see the module."""
 
     fp4_flops: float | None = None
     step_seconds: float | None = None
     speedup: float | None = None
     divergence: float | None = None
+    saved_bytes: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse none or several, and values out of range."""

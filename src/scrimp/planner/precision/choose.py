@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from scrimp.errors import PlanError
 from scrimp.planner.precision.budget import Budget
 from scrimp.planner.precision.divergence import Method, Weights
+from scrimp.planner.precision.kept_inputs import bf16_bytes, kept_bytes
 from scrimp.planner.precision.policies import (
     costs_of,
     extremes,
@@ -40,6 +41,7 @@ from scrimp.precision import GEMMS, HIGH_PRECISION, recipe
 Array = NDArray[np.float64]
 LOW_BITS = 4
 _MOST_NAMED = 8
+_SAVED_WORDS = "what is kept of inputs for the backward pass, as a share of its bytes in bf16,"
 _INDEX = {str(gemm): index for index, gemm in enumerate(GEMMS)}
 
 
@@ -64,6 +66,10 @@ class Question:
     """[L, 3, P], formats that a GEMM may have."""
     together: Sequence[tuple[str, str, str]] | None = None
     """Recipes that a layer's fprop, dgrad and wgrad may have together; None: any."""
+    saved: Sequence[tuple[str, ...]] | None = None
+    """All that is kept of each layer's input whatever it runs in; empty where that is what its wgrad reads."""
+    is_compiled: bool = False
+    """Whether layers run in compiled graphs, which keep codes of all recipes in as many bytes."""
     penalties: Array | None = None
     """[L, 3], factors on costs: what earlier trouble taught."""
     current: NDArray[np.int64] | None = None
@@ -143,7 +149,7 @@ def _refuse_split_layers(question: Question, menu: NDArray[np.int64] | None) -> 
     """Refuse rules that no row of the menu keeps."""
     if menu is None:
         return
-    has_one: list[bool] = np.any(_by_menu(_allowed(question), menu, np.logical_and), axis=1).tolist()
+    has_one: list[bool] = np.any(_by_menu(allowed_in(question), menu, np.logical_and), axis=1).tolist()
     split = [layer for layer, is_whole in zip(question.profile.layers, has_one, strict=True) if not is_whole]
     if split and question.together is not None:
         raise PlanError(
@@ -202,13 +208,27 @@ def priced(question: Question, costs: Array) -> Array:
         costs = costs * factors[:, :, None]
     if question.switching is not None:
         costs = costs + question.switching
-    return np.where(_allowed(question), costs, np.inf)
+    return np.where(allowed_in(question), costs, np.inf)
 
 
 def share_in_4_bits(profile: PrecisionProfile, formats: NDArray[np.int64]) -> float:
     """Share of the planned layers' FLOPs that run in 4 bits."""
     low = is_low(profile.formats)
     return float((profile.flops[:, None] / len(GEMMS) * low[formats]).sum())
+
+
+def share_of_saved_bytes(question: Question, formats: NDArray[np.int64]) -> float:
+    """What a plan keeps of all inputs, as a share of their bytes in bf16."""
+    amounts = _saved_amounts(question, np.ones(len(question.profile.layers), dtype=bool))
+    return float(np.take_along_axis(amounts, formats[:, :, None], axis=2).sum())
+
+
+def _saved_amounts(question: Question, inside: NDArray[np.bool_]) -> Array:
+    """[L, 3, P], share of the bytes in bf16 of the inputs of the layers inside, [L], that a GEMM adds."""
+    profile = question.profile
+    kept = kept_bytes(profile, question.saved, compiled=question.is_compiled)
+    shares: Array = np.where(inside[:, None, None], kept, 0.0) / bf16_bytes(profile)[inside].sum()
+    return shares
 
 
 def low_flops(question: Question) -> Array:
@@ -246,7 +266,8 @@ def allowed_by(
     return allowed
 
 
-def _allowed(question: Question) -> NDArray[np.bool_]:
+def allowed_in(question: Question) -> NDArray[np.bool_]:
+    """[L, 3, P], formats that each GEMM may have: of layers without statistics the highest alone."""
     profile = question.profile
     shape = (len(profile.layers), len(GEMMS), len(profile.formats))
     allowed = np.ones(shape, dtype=bool) if question.allowed is None else question.allowed.copy()
@@ -308,6 +329,9 @@ def _program(question: Question, costs: Array) -> Program:
             total = float(profile.flops[inside].sum())
             amounts = by_decision(question, np.where(inside[:, None, None], low, 0.0)) / total
             limits.append(Limit(f"the share of FLOPs in 4 bits{where}", amounts, least=budget.fp4_flops))
+        elif budget.saved_bytes is not None:
+            amounts = by_decision(question, _saved_amounts(question, inside))
+            limits.append(Limit(f"{_SAVED_WORDS}{where}", amounts, most=budget.saved_bytes))
         else:
             limits.append(_time_limit(question, inside, where))
     return Program(by_decision(question, costs), tuple(limits))
@@ -399,7 +423,7 @@ def _by_order(question: Question, order: Sequence[int] | None) -> Choice:
 def _of_gemms(question: Question, chosen: NDArray[np.int64]) -> Choice:
     """A choice of formats [L, 3] where they are allowed."""
     profile, policy = question.profile, question.policy
-    formats = _as_allowed(chosen, _allowed(question), profile.formats)
+    formats = _as_allowed(chosen, allowed_in(question), profile.formats)
     if question.together is not None and _decisions(formats, menu_of(question)) is None:
         used = dict.fromkeys(profile.formats[p] for p in formats.reshape(-1).tolist())
         raise PlanError(
@@ -418,7 +442,7 @@ def _protected(question: Question, order: Sequence[int], low: int) -> NDArray[np
         raise PlanError(
             f"{question.policy} knows only a share of FLOPs in 4 bits", expected="budget fp4_flops"
         )
-    can_be_low = _allowed(question)[:, :, low] * is_low(profile.formats)[low]
+    can_be_low = allowed_in(question)[:, :, low] * is_low(profile.formats)[low]
     kept = np.zeros(can_be_low.shape, dtype=bool)
     stages = _stages(question)
     for stage in set(stages.tolist()):

@@ -20,7 +20,13 @@ from scrimp.planner.precision import PrecisionPlan, PrecisionProfile
 from scrimp.precision import parse_rules
 from scrimp.statistics import Probe
 from scrimp.training.callbacks.base import Callback, Record
-from scrimp.training.precision.formats_in_plan import carried_on, planned_recipes, read_saved_cycle, replanned
+from scrimp.training.precision.formats_in_plan import (
+    carried_on,
+    planned_origins,
+    planned_recipes,
+    read_saved_cycle,
+    replanned,
+)
 from scrimp.training.precision.gemm_seconds import keep_times, measured_times, shapes_of, wants_times
 from scrimp.training.precision.meter import PrecisionMeter
 from scrimp.training.precision.reachable import refuse_unreachable_speed
@@ -34,7 +40,8 @@ class PlanPrecision(Callback):
 
     def __init__(self, run: Run) -> None:
         decisions, recipes = run.decisions, planned_recipes(run.decisions.plan)
-        settings = CycleSettings.of_run(run.config, recipes)
+        origins = spec_of(decisions.architecture).origins
+        settings = CycleSettings.of_run(run.config, planned_origins(recipes, origins))
         self._run, self._world = run, decisions.world
         self._meter = PrecisionMeter(
             settings,
@@ -147,6 +154,7 @@ class PlanPrecision(Callback):
             changed=event.changed,
             policy=found.policy,
             fp4_flops=predicted["fp4_flops"],
+            saved_bytes=predicted.get("saved_bytes"),
             loss_divergence=predicted["loss_divergence"],
             weight_divergence=predicted["weight_divergence"],
             certainty=found.certainty,
@@ -160,7 +168,8 @@ class PlanPrecision(Callback):
             )
         note = found.solver.get("note", "")
         self._run.line.message(
-            f"step {self._number}: {found.reason}; {predicted['fp4_flops'] or 0.0:.1%} of FLOPs in 4 bits"
+            f"step {self._number}: {found.reason}; {predicted['fp4_flops'] or 0.0:.1%} of FLOPs in 4 bits, inputs "
+            f"kept in {predicted.get('saved_bytes') or 0.0:.1%} of their bytes in bf16"
             + (f"; {note}" if note not in found.reason else "")  # "" is in any
         )
 

@@ -29,6 +29,15 @@ def planned_recipes(plan: Plan) -> Recipes:
     return {layer: plan.gemms[layer].recipes for layer in planned}
 
 
+def planned_origins(recipes: Recipes, origins: Mapping[str, InputOrigin]) -> dict[str, InputOrigin]:
+    """Where the inputs of planned layers come from.
+
+    Args:
+        origins: of all layers of the model (`ModelSpec.origins`).
+    """
+    return {layer: origins[layer] for layer in recipes}
+
+
 def replanned(
     plan: Plan,
     rules: PrecisionRules,

@@ -20,13 +20,14 @@ from scrimp.cycle.state import CycleState
 from scrimp.data import Batch, Loader
 from scrimp.errors import CheckpointError, ConfigError
 from scrimp.export import ExportTarget, plan_for
+from scrimp.models import spec_of
 from scrimp.models.model import Model
 from scrimp.optim import build
 from scrimp.parts import part_of
 from scrimp.planner.precision import PrecisionPlan
 from scrimp.runtime import realise
 from scrimp.training.checkpoint import Checkpoint
-from scrimp.training.precision.formats_in_plan import planned_recipes
+from scrimp.training.precision.formats_in_plan import planned_origins, planned_recipes
 from scrimp.training.precision.meter import PrecisionMeter
 from scrimp.training.run_data import open_run_corpus
 from scrimp.training.run_folder import saved_config
@@ -80,14 +81,15 @@ def _refuse_seconds(config: Config) -> None:
     if config.budget.step_seconds is not None or config.budget.speedup is not None:
         raise ConfigError(
             "a budget in seconds needs timed steps, which a dry run has none of",
-            expected="budget.fp4_flops or budget.divergence",
+            expected="budget.fp4_flops, budget.saved_bytes or budget.divergence",
             do="train with the budget: the first plan comes after the warm-up",
         )
 
 
 def _measured(decisions: Decisions, checkpoint: Checkpoint, target: ExportTarget | None) -> PrecisionPlan:
     recipes = planned_recipes(decisions.plan)
-    settings = CycleSettings.of_run(decisions.config, recipes)
+    origins = spec_of(decisions.architecture).origins
+    settings = CycleSettings.of_run(decisions.config, planned_origins(recipes, origins))
     meter = _meter(settings, decisions, checkpoint)
     profile = meter.measure(checkpoint.step, formats_to_measure(settings, recipes))
     question = ask(settings, profile, CycleState(recipes), checkpoint.step)

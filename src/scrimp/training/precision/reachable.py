@@ -5,17 +5,19 @@ Checked  tests/training/precision/test_precision_times.py, test_precision_cycle.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 
 from scrimp.config import Architecture, ResolvedConfig
 from scrimp.config.snip import WHOLE_LAYERS
+from scrimp.cycle.settings import CycleSettings
 from scrimp.cycle.step_times import StepTimes, open_formats
 from scrimp.errors import PlanError
-from scrimp.models import HEAD, spec_of
+from scrimp.models import HEAD, LinearSpec, spec_of
 from scrimp.planner.precision.choose import LOW_BITS
-from scrimp.precision import GEMMS, RECIPES, is_router, parse_rules
+from scrimp.precision import BF16_BYTES, GEMMS, RECIPES, is_router, parse_rules, saved_bytes
 
 
 def shares_of(architecture: Architecture) -> dict[str, float]:
@@ -57,6 +59,66 @@ def refuse_unreachable_share(
             + (f", and {config.snip.policy} gives a layer one format" if whole else ""),
             do="lower the budget, or fix fewer layers",
         )
+
+
+def refuse_unreachable_bytes(config: ResolvedConfig, architecture: Architecture) -> None:
+    """Refuse a budget of bytes that no choice among the candidates can keep, before anything is measured.
+
+    Raises:
+        PlanError: with the smallest share that every pipeline stage can reach.
+    """
+    share = config.budget.saved_bytes
+    if share is None:
+        return
+    layers = {
+        layer: linear
+        for layer, linear in spec_of(architecture).layers().items()
+        if layer != HEAD and not is_router(layer)
+    }
+    settings = CycleSettings.of_run(config, {layer: linear.origin for layer, linear in layers.items()})
+    kept: dict[int, int] = {}
+    whole: dict[int, int] = {}
+    for layer, linear in layers.items():
+        stage, rows = settings.stages.get(layer, 0), _rows(config, linear)
+        whole[stage] = whole.get(stage, 0) + BF16_BYTES * rows * linear.inputs
+        kept[stage] = kept.get(stage, 0) + _fewest_bytes(settings, layer, linear, rows)
+    reached = max(kept[stage] / whole[stage] for stage in whole)
+    if share < reached - 1e-9:
+        why = "attention keeps its output in bf16 anyway" if any(map(_is_kept, layers.values())) else ""
+        why += "; compiled blocks keep codes of any recipe in as many bytes" if settings.is_compiled else ""
+        raise PlanError(
+            "budget.saved_bytes cannot be reached",
+            got=f"{share:g}",
+            expected=f"at least {math.ceil(reached * 1e4) / 1e4:.4f}, what snip.formats {config.snip.formats} and the "
+            f"rules of precision leave{': ' if why else ''}{why.removeprefix('; ')}",
+            do="raise the budget, add a format of fewer bits to snip.formats, or fix fewer layers"
+            + (", or set train.compile to off" if settings.is_compiled else ""),
+        )
+
+
+def _is_kept(linear: LinearSpec) -> bool:
+    return linear.origin == "kept"
+
+
+def _rows(config: ResolvedConfig, linear: LinearSpec) -> int:
+    """Rows of a layer's input in a step."""
+    return config.train.batch_tokens * (linear.chosen if linear.experts > 1 else 1)
+
+
+def _fewest_bytes(settings: CycleSettings, layer: str, linear: LinearSpec, rows: int) -> int:
+    """Least that is kept of a layer's input, in any format that a plan may give it."""
+    pinned = settings.pinned.get(layer, {})
+    whole = settings.policy.partition(":")[0] in WHOLE_LAYERS
+    fixed = next(iter(pinned.values()), None) if whole else pinned.get("wgrad")
+    choices = settings.formats if fixed is None else (fixed,)
+    kept = [settings.saved[layer]] if layer in settings.saved else [(name,) for name in choices]
+    return min(
+        sum(
+            saved_bytes(name, rows, linear.inputs, compiled=settings.is_compiled, grouped=linear.experts > 1)
+            for name in names
+        )
+        for names in kept
+    )
 
 
 def refuse_unreachable_speed(
