@@ -259,12 +259,13 @@ def _store(machine: Machine, it: Instruction) -> None:
 
 
 def _add_to_maxima(machine: Machine, it: Instruction) -> None:
-    """Of whichever threads, in whichever order: the largest of all stays."""
+    """Of whichever threads, in whichever order: the largest of all stays. What was there before is not told."""
     live = machine.live(it)
     if it.type != "s32":
         raise UnknownInstructionError(it.text)
-    values = machine.read(it.operands[1], it.type)[live]
-    machine.memory.maximum(machine.place(it, it.operands[0])[live], values, it.text)
+    address, value = it.operands[-2:]
+    values = machine.read(value, it.type)[live]
+    machine.memory.maximum(machine.place(it, address)[live], values, it.text)
 
 
 def _space(machine: Machine, it: Instruction) -> tuple[Memory, Array]:
@@ -398,7 +399,7 @@ SPECIAL: dict[str, Callable[[Machine, Instruction], None]] = {
     "bar.warp": _barrier,
     "shfl.sync.bfly": _shuffle,
     "redux.sync.max": _warp_maximum,
-    "red.global.gpu.relaxed.max": _add_to_maxima,
+    **{f"{name}.global.gpu.relaxed.max": _add_to_maxima for name in ("red", "atom")},
     "mov": _move,
     "": _end,
 }

@@ -27,7 +27,7 @@ Array: TypeAlias = NDArray[Any]
 """One number a thread, or bytes of memory."""
 
 NOBODY, SEVERAL, ATOMICS, WARPS = -1, -2, -3, -10
-"""Who touched a byte, besides a thread's number. WARPS less the number of a warp: one of it, before its last barrier."""
+"""Who touched a byte, beside a thread's number; WARPS less a warp's number: one of it, before its last barrier."""
 WARP = 32
 POISON = 0xA5
 """What memory and registers hold before they are written."""
