@@ -60,6 +60,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--case", choices=CASES, help="one case in this process, as JSON")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="these alone")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -78,8 +79,9 @@ def main() -> None:
         )
         return
     record: dict[str, Any] = facts("torch", "numpy")
-    record["runs"] = [run_case(name) for name in CASES for _ in range(options.repeats)]
-    name = f"{date.today().isoformat()}-plan-seconds"
+    record["runs"] = [run_case(name) for name in options.cases for _ in range(options.repeats)]
+    part = "" if options.cases == list(CASES) else f"-{'-'.join(options.cases)}"
+    name = f"{date.today().isoformat()}-plan-seconds{part}"
     print(write_pair(options.out, name, record, page(record, options.repeats)))
 
 
@@ -171,8 +173,6 @@ def account() -> list[dict[str, Any]]:
 
 
 def _load() -> None:
-    import torch._dynamo.config  # noqa: F401  what tensors without memory load
-
     import scrimp.cli.dry_run  # noqa: F401
 
 

@@ -25,7 +25,7 @@ CONFIG = """
 --train.parameters --optimizer.master-weights --optimizer.moments --optimizer.from-weights
 --optimizer.no-from-weights --train.loss-chunk
 --train.compile
---evaluation.every --evaluation.tokens --evaluation.formats
+--evaluation.every --evaluation.tokens --evaluation.precision
 --checkpoint.every --checkpoint.keep-last --checkpoint.keep-every
 --train.nonfinite-patience
 --budget.device-memory --budget.host-memory --budget.fp4-flops --budget.step-seconds --budget.speedup

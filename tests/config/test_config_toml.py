@@ -82,6 +82,7 @@ def test_unset_values_are_left_out_and_sections_come_in_order() -> None:
         "objective",
         "optimizer",
         "schedule",
+        "evaluation",
         "checkpoint",
         "layout",
         "outer",

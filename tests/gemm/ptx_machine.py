@@ -10,10 +10,11 @@ Method   All threads of all blocks run in lockstep. A register is a numpy array 
          A guard (`@%p1 st.global ...`) picks the threads that take part. Shared memory is one space a block.
          Both memories know who touched each byte since the last barrier (ptx_memory.py), so races are
          found though lockstep would hide them.
-Limits   Straight-line programs: a branch, like every instruction that is not in the tables below, raises
-         `UnknownInstructionError`. What ptxas makes of PTX is not seen. Nor are faults of timing but for the races that
-         are looked for: a thread never runs ahead here. Barriers of a warp are unknown, so threads of
-         one warp count as any others.
+         Threads that jump ahead wait at their label for the others.
+Limits   Jumps back are taken by all threads of the grid or by none. Others, barriers and shuffles while some threads
+         wait, and every instruction that is not in the tables below raise `UnknownInstructionError`. What ptxas
+         makes of PTX is not seen. Nor are faults of timing but for the races that are looked for: a thread
+         never runs ahead here.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from ptx_memory import POISON, Array, GlobalMemory, Memory
+from ptx_memory import POISON, WARP, Array, GlobalMemory, Memory
 
-WARP = 32
 TYPES = {
     **{f"{kind}{8 * size}": np.dtype(f"u{size}") for kind in "bu" for size in (1, 2, 4, 8)},
     **{f"s{8 * size}": np.dtype(f"i{size}") for size in (1, 2, 4, 8)},
@@ -58,6 +58,8 @@ class Program:
     """A kernel."""
 
     instructions: tuple[Instruction, ...]
+    labels: dict[str, int]
+    """Index of the instruction after each label."""
     registers: dict[str, str]
     """Type of the registers of each prefix, such as %rd."""
     threads: int
@@ -70,18 +72,24 @@ def parse(ptx: str) -> Program:
     text = re.sub(r"//[^\n]*", "", ptx)
     header, body = text[text.index(".visible .entry") :].split("{", 1)
     body = body[: body.index("\n}")]
-    body = re.sub(r"^\s*(\.loc\b[^\n]*|\$\w+:)", "", body, flags=re.MULTILINE)
+    body = re.sub(r"^\s*\.loc\b[^\n]*", "", body, flags=re.MULTILINE)
+    body = re.sub(r"^\s*(\$\w+):", r"label \1;", body, flags=re.MULTILINE)
     registers: dict[str, str] = {}
-    instructions = []
+    labels: dict[str, int] = {}
+    instructions: list[Instruction] = []
     for statement in (" ".join(part.split()) for part in body.split(";")):
         declared = re.fullmatch(r"\.reg \.(\w+) (%[a-z]+)<\d+>", statement)
         if declared:
             registers[declared[2]] = declared[1]
+        elif statement.startswith("label "):
+            labels[statement.removeprefix("label ")] = len(instructions)
         elif statement and not statement.startswith(".pragma"):
             instructions.append(_instruction(statement))
     threads = re.search(r"\.reqntid (\d+)", header)
     assert threads, header
-    return Program(tuple(instructions), registers, int(threads[1]), len(re.findall(r"_param_\d+", header)))
+    return Program(
+        tuple(instructions), labels, registers, int(threads[1]), len(re.findall(r"_param_\d+", header))
+    )
 
 
 def _instruction(text: str) -> Instruction:
@@ -104,14 +112,33 @@ class Machine:
         self.parameters = [*parameters, *[0] * (program.parameters - len(parameters))]
         self.thread = np.arange(blocks * program.threads)
         self.block = self.thread // program.threads
-        self.everywhere = np.ones(len(self.thread), bool)
+        self.active = np.ones(len(self.thread), bool)
+        """Which threads do not wait for others, `waiting_for` holds the places at which they go on."""
+        self.waiting_for = np.zeros(len(self.thread), np.int64)
         self.registers: dict[str, Array] = {}
         self.memory, self.shared = memory, Memory(shared, blocks)
 
     def run(self) -> None:
+        place = 0
         with np.errstate(all="ignore"):
-            for instruction in self.program.instructions:
-                self._step(instruction)
+            while place < len(self.program.instructions):
+                instruction = self.program.instructions[place]
+                self.active = self.waiting_for <= place
+                place += 1
+                if "bra" in (instruction.operation, instruction.type):
+                    place = self._branch(instruction, place)
+                elif self.active.any():
+                    self._step(instruction)
+
+    def _branch(self, it: Instruction, following: int) -> int:
+        """The place of the next instruction."""
+        live, target = self.live(it), self.program.labels.get(it.operands[0])
+        if target is None or (target < following and live.any() and not live.all()):
+            raise UnknownInstructionError(f"{it.text}, which is unknown, or back for some threads only")
+        if live.all():
+            return target
+        self.waiting_for[live] = target
+        return following
 
     @property
     def races(self) -> list[str]:
@@ -130,11 +157,15 @@ class Machine:
         self.write(it, it.operands[0], rule.compute(*values))
 
     def live(self, it: Instruction) -> Array:
-        """Which threads an instruction's guard lets through."""
+        """Which threads take part in an instruction: those that do not wait, and that its guard lets through."""
         if not it.guard:
-            return self.everywhere
+            return self.active
         guard = self.registers[it.guard]
-        return ~guard if it.is_negated else guard
+        return self.active & (~guard if it.is_negated else guard)
+
+    def is_partial(self, it: Instruction) -> bool:
+        """Whether some threads may take no part."""
+        return bool(it.guard) or not self.active.all()
 
     def read(self, operand: str, kind: str) -> Array:
         """A register's or a constant's value, one a thread."""
@@ -159,7 +190,7 @@ class Machine:
         if value.dtype.itemsize > kind.itemsize:
             raise UnknownInstructionError(it.text)
         value = value.astype(kind)
-        if it.guard:
+        if self.is_partial(it):
             value = np.where(self.live(it), value, self._value_of(register))
         self.registers[register] = value
 
@@ -227,6 +258,16 @@ def _store(machine: Machine, it: Instruction) -> None:
     memory.write(addresses, spaces[live], machine.thread[live], values, it.text)
 
 
+def _add_to_maxima(machine: Machine, it: Instruction) -> None:
+    """Of whichever threads, in whichever order: the largest of all stays. What was there before is not told."""
+    live = machine.live(it)
+    if it.type != "s32":
+        raise UnknownInstructionError(it.text)
+    address, value = it.operands[-2:]
+    values = machine.read(value, it.type)[live]
+    machine.memory.maximum(machine.place(it, address)[live], values, it.text)
+
+
 def _space(machine: Machine, it: Instruction) -> tuple[Memory, Array]:
     """A memory and each thread's space of it."""
     if ".global" in it.operation:
@@ -236,7 +277,7 @@ def _space(machine: Machine, it: Instruction) -> tuple[Memory, Array]:
 
 def _load_parameter(machine: Machine, it: Instruction) -> None:
     number = re.search(r"_param_(\d+)\]", it.operands[1])
-    if it.guard or not number:
+    if not number:
         raise UnknownInstructionError(it.text)
     value = np.full(len(machine.thread), machine.parameters[int(number[1])], np.int64)
     machine.write(it, it.operands[0], value.astype(TYPES[it.type]))
@@ -248,7 +289,7 @@ def _matrices(machine: Machine, it: Instruction, rows: str, registers: int) -> t
     Threads 8 i to 8 i + 7 of a warp name the rows of matrix i. Of it, thread t has members 2 t and 2 t + 1, counted
     along the rows, or along the columns where it is transposed.
     """
-    if it.guard:
+    if machine.is_partial(it):
         raise UnknownInstructionError(it.text)
     starts = machine.place(it, rows).reshape(-1, 4, 8)[:, :registers]
     if (starts % 16).any():
@@ -280,14 +321,19 @@ def _store_matrices(machine: Machine, it: Instruction) -> None:
 
 
 def _barrier(machine: Machine, it: Instruction) -> None:
-    if it.guard or it.operands != ("0",):
+    is_of_warp = it.operation == "bar.warp"
+    if machine.is_partial(it) or it.operands != ("-1" if is_of_warp else "0",):
         raise UnknownInstructionError(it.text)
-    machine.shared.barrier()
+    if is_of_warp:
+        machine.shared.warp_barrier()
+        machine.memory.warp_barrier()
+    else:
+        machine.shared.barrier()
 
 
 def _shuffle(machine: Machine, it: Instruction) -> None:
     """Each thread gets the number of the one whose place differs in some bits."""
-    if it.guard or it.type != "b32" or it.operands[3:] != ("31", "-1"):
+    if machine.is_partial(it) or it.type != "b32" or it.operands[3:] != ("31", "-1"):
         raise UnknownInstructionError(it.text)
     machine.write(
         it, it.operands[0], machine.read(it.operands[1], "b32")[machine.thread ^ _bits(it.operands[2])]
@@ -296,7 +342,7 @@ def _shuffle(machine: Machine, it: Instruction) -> None:
 
 def _warp_maximum(machine: Machine, it: Instruction) -> None:
     everyone = (machine.read(it.operands[2], "b32") == 0xFFFFFFFF).all()
-    if it.guard or it.type != "s32" or not everyone:
+    if machine.is_partial(it) or it.type != "s32" or not everyone:
         raise UnknownInstructionError(it.text)
     largest = machine.read(it.operands[1], "s32").reshape(-1, WARP).max(1)
     machine.write(it, it.operands[0], largest.repeat(WARP))
@@ -334,7 +380,7 @@ def _convert_to_float8(machine: Machine, it: Instruction) -> None:
 
 
 def _end(machine: Machine, it: Instruction) -> None:
-    if it.guard or it is not machine.program.instructions[-1]:
+    if machine.is_partial(it) or it is not machine.program.instructions[-1]:
         raise UnknownInstructionError(it.text)
 
 
@@ -350,8 +396,10 @@ SPECIAL: dict[str, Callable[[Machine, Instruction], None]] = {
     "cvt.rn.f32": _convert,
     "ld.param": _load_parameter,
     "bar": _barrier,
+    "bar.warp": _barrier,
     "shfl.sync.bfly": _shuffle,
     "redux.sync.max": _warp_maximum,
+    **{f"{name}.global.gpu.relaxed.max": _add_to_maxima for name in ("red", "atom")},
     "mov": _move,
     "": _end,
 }

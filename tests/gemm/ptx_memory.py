@@ -7,12 +7,12 @@ Method   For each byte the last writer and the readers since the last barrier ar
              reads a byte that another has written, or
              writes a byte that another has written or read,
 
-         with no barrier between. What comes later in the program makes no difference, so the order in which
-         threads really run need not be tried.
-Limits   Threads of a warp are separate threads: only a barrier of the whole block makes peace. In global memory there
-         is no barrier at all, for blocks do not wait for each other. Threads that write the same number to a byte in
-         the same instruction do not race, for compilers do this where threads hold copies; in different
-         instructions they do.
+         with no barrier between: of the block, or of the warp where both are of one. What comes later in the
+         program makes no difference, so the order in which threads really run need not be tried.
+Limits   In global memory there is no barrier of a block, for blocks do not wait for each other. Threads that write the
+         same number to a byte in the same instruction do not race, for compilers do this where threads hold
+         copies; in different instructions they do. Atomic operations race with plain ones, not with each
+         other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from numpy.typing import NDArray
 Array: TypeAlias = NDArray[Any]
 """One number a thread, or bytes of memory."""
 
-NOBODY, SEVERAL = -1, -2
+NOBODY, SEVERAL, ATOMICS, WARPS = -1, -2, -3, -10
+"""Who touched a byte, beside a thread's number; WARPS less a warp's number: one of it, before its last barrier."""
+WARP = 32
 POISON = 0xA5
 """What memory and registers hold before they are written."""
 FIRST_ADDRESS = 1 << 20
@@ -55,6 +57,12 @@ class Memory:
         self.writer.fill(NOBODY)
         self.reader.fill(NOBODY)
 
+    def warp_barrier(self) -> None:
+        """The threads of each warp have met."""
+        for owners in (self.writer, self.reader):
+            is_thread = owners >= 0
+            owners[is_thread] = WARPS - owners[is_thread] // WARP
+
     def read(self, addresses: Array, spaces: Array, threads: Array, size: int, why: str) -> Array:
         """uint8 [threads, size]."""
         places = self._places(addresses, spaces, size, why)
@@ -77,6 +85,17 @@ class Memory:
         self.is_known[places] = True
         self.is_written[places] = True
 
+    def maximum(self, addresses: Array, values: Array, why: str) -> None:
+        """Each value is taken into the one at its address, all at once."""
+        places = self._places(addresses, np.zeros_like(addresses, dtype=np.int64), values.itemsize, why)
+        is_alone = np.isin(self.writer[places], (NOBODY, ATOMICS)) & (self.reader[places] == NOBODY)
+        self._race(~is_alone, f"{why} meets plain reads or writes")
+        if not self.is_known[places].all():
+            raise AccessError(f"{why} adds to what nobody wrote")
+        np.maximum.at(self.bytes.view(values.dtype), places[:, 0] // values.itemsize, values)
+        self.writer[places] = ATOMICS
+        self.is_written[places] = True
+
     def _places(self, addresses: Array, spaces: Array, size: int, why: str) -> Array:
         """Index of each byte, [threads, size]."""
         offsets = addresses.astype(np.int64) - self.first
@@ -96,7 +115,7 @@ class Memory:
         owners[places[owners[places] != who]] = SEVERAL
 
     def _is_own(self, owners: Array, threads: Array) -> Array:
-        is_own: Array = (owners == NOBODY) | (owners == threads)
+        is_own: Array = (owners == NOBODY) | (owners == threads) | (owners == WARPS - threads // WARP)
         return is_own
 
     def _race(self, is_race: Array, what: str) -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from ptx_launch import PtxLauncher
 from ptx_memory import AccessError
+from test_triton_rows import WAYS, assert_quantizes
 from torch import Tensor
 from triton_cases import (
     assert_same_bits,
@@ -55,7 +56,7 @@ def launching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launchers]:
 
     def launch(edit: Callable[[str], str]) -> PtxLauncher:
         made.append(PtxLauncher(edit))
-        for name in ("tiles", "block_scaled", "fake_quantize"):
+        for name in ("tiles", "block_scaled", "fake_quantize", "rows"):
             module = importlib.import_module(f"scrimp.gemm.kernels.{name}")
             monkeypatch.setattr(module, "run", made[-1])
             monkeypatch.setattr(module, "check_devices", lambda **_: None)
@@ -118,6 +119,18 @@ def test_tiles_of_one_axis(
     tiles = row or column
     assert tiles is not None
     assert_same_codes(tiles.codes, tiles.scales, quantize(x, "e4m3", "tile", axis))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+@pytest.mark.parametrize(("shape", "dtype"), FEW_CASES)
+@pytest.mark.every(9)
+def test_rows_and_whole_tensors(
+    on_ptx: PtxLauncher, shape: tuple[int, int], dtype: torch.dtype, scaling: str, way: str
+) -> None:
+    for x in matrices(shape, dtype):
+        assert_quantizes(x, scaling, "e4m3", way)
+        assert_quantizes(x, scaling, "e5m2", way, Noise(3), Noise(4))
 
 
 @pytest.mark.slow

@@ -60,6 +60,14 @@ def test_neighbours_exchange_words_over_a_barrier_and_race_without() -> None:
     assert "ld.shared.b32 %r4, [%r3] reads what another thread wrote (256 bytes)" in race
 
 
+def test_a_barrier_of_a_warp_makes_peace_inside_it_alone() -> None:
+    exchange = (
+        "st.shared.b32 [%r2], %r1;\nbar.warp.sync -1;\nxor.b32 %r3, %r2, {};\nld.shared.b32 %r4, [%r3];"
+    )
+    assert not ran(exchange.format(4))[1]
+    assert "reads what another thread wrote (256" in ran(exchange.format(128))[1][0]
+
+
 @pytest.mark.parametrize(
     ("lines", "race"),
     [
@@ -76,6 +84,36 @@ def test_neighbours_exchange_words_over_a_barrier_and_race_without() -> None:
 def test_races(lines: str, race: str) -> None:
     _, races = ran(lines)
     assert race in races[0]
+
+
+def test_threads_that_jump_ahead_wait_for_the_others() -> None:
+    words, _ = ran(
+        "mov.b32 %r4, 5;\nsetp.lt.u32 %p1, %r1, 9;\n@%p1 bra $L__BB0_1;\nmov.b32 %r4, 6;\n"
+        "st.global.b32 [%rd3], 1;\n$L__BB0_1:\nmov.b32 %r5, 7;\n@%p1 st.global.b32 [%rd3], %r4;"
+    )
+    assert (words == np.where(np.arange(64) < 9, 5, 1)).all()
+
+
+def test_a_loop_runs_as_often_as_it_says() -> None:
+    lines = (
+        "mov.b32 %r4, 0;\nmov.b32 %r5, 0;\n$L__BB0_1:\nadd.s32 %r4, %r4, %r1;\nadd.s32 %r5, %r5, 1;\n"
+        "setp.lt.u32 %p1, %r5, {};\n@%p1 bra $L__BB0_1;\nst.global.b32 [%rd3], %r4;"
+    )
+    words, _ = ran(lines.format(3))
+    assert (words == 3 * np.arange(64)).all()
+    with pytest.raises(UnknownInstructionError, match="back for some threads only"):
+        ran(lines.format("%r1"))
+
+
+def test_the_largest_number_of_all_threads_stays_and_atomics_race_with_plain_reads() -> None:
+    largest = "red.global.gpu.relaxed.max.s32 [%rd1], %r1;\n"
+    words, races = ran(largest)
+    assert (words[0], words[1]) == (63, 0)
+    assert not races
+    _, (race,) = ran(f"{largest}ld.global.b32 %r4, [%rd1];")
+    assert "reads what another thread wrote" in race
+    _, (race,) = ran(f"st.global.b32 [%rd1], 1;\n{largest}")
+    assert "meets plain reads or writes" in race
 
 
 def test_copies_of_a_number_may_be_written_at_once_but_not_read_before_a_barrier() -> None:
@@ -103,8 +141,8 @@ def test_bad_addresses(line: str, why: str) -> None:
     "line",
     [
         "bra $L__BB0_2;",
-        "@%p1 bra $L__BB0_2;",
-        "bar.warp.sync -1;",
+        "@%p1 bra $L__BB0_2;\nbar.sync 0;\n$L__BB0_2:",
+        "bar.warp.sync 15;",
         "add.f32 %r4, %r1, %r1;",
         "mul.rn.ftz.f32 %r4, %r1, %r1;",
         "max.f32 %r4, %r1, %r1;",

@@ -373,7 +373,7 @@ def test_evaluations_in_the_working_format_are_those_of_the_weights_alone(
     """As the run's checkpoint is evaluated, whose model has no planned layer; in the plan's formats it is another."""
     found = {}
     for formats in ("plan", "working"):
-        words = flags(corpus, tmp_path / formats, f"--evaluation.formats={formats}")
+        words = flags(corpus, tmp_path / formats, f"--evaluation.precision={formats}")
         more = (
             "--precision=fp4,head=fp8,*.mlp.down.saved=recompute",
             "--train.steps=2",

@@ -127,6 +127,8 @@ def nearest_key(key: str, known: Iterable[str]) -> str | None:
     for candidate in known:
         its_section, _, its_name = candidate.rpartition(".")
         by_name, by_section = _likeness(name, its_name), _likeness(section, its_section)
+        if name == candidate:
+            by_section = CLOSE  # a name of no section: nearer than that of a section unlike the given one
         is_elsewhere = bool(section) and its_section in _OWN_WORDS and by_section < CLOSE
         if by_name >= CLOSE and not is_elsewhere:
             found.append((by_name, by_section, candidate))

@@ -19,7 +19,7 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "budget.host_memory",
         "evaluation.every",
         "evaluation.tokens",
-        "evaluation.formats",
+        "evaluation.precision",
         "checkpoint.every",
         "checkpoint.keep_last",
         "checkpoint.keep_every",

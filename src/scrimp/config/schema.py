@@ -21,7 +21,7 @@ Switch = Literal["auto", "on", "off"]
 ParameterType = Literal["auto", "fp32", "bf16"]
 MomentsType = Literal["auto", "fp32", "bf16", "8bit"]
 UpdateName = Literal["device", "cpu", "fastest"]
-EvaluationFormats = Literal["plan", "working"]
+EvaluationPrecision = Literal["plan", "working"]
 SplitName = Literal["fixed", "fastest"]
 ContextMethod = Literal["zigzag", "striped", "ulysses"]
 ExchangeName = Literal["fp32", "fp8"]
@@ -187,7 +187,7 @@ class EvaluationConfig:
     tokens: int | None = None
     """Most held-out tokens per evaluation. Unset: as many as four steps train on, fewer where evaluations would take
     more than 3 % of the run's FLOPs."""
-    formats: EvaluationFormats = "plan"
+    precision: EvaluationPrecision = "plan"
     """plan: GEMMs run as in training; working: in the working format, as `scrimp eval` and `scrimp generate` run the
     weights: what training in low formats made of them, without what the formats themselves do to a loss."""
 

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from scrimp.files import folder_lock
 from scrimp.formats.codes import FLOAT8
@@ -30,6 +29,7 @@ from scrimp.formats.codes import decode as decode_codes
 from scrimp.formats.grouping import Groups
 from scrimp.gemm import cpu_kernels
 from scrimp.precision.formats import Element
+from scrimp.tracing import has_memory
 
 FEW = 2**15
 """Numbers that one thread is through with before another has begun."""
@@ -179,7 +179,7 @@ def values_of(
     """
     out = torch.empty(len(payload), length)
     kernel = cpu_kernels.from_pairs if element.bits == 4 else cpu_kernels.from_codes
-    if isinstance(payload, FakeTensor):
+    if not has_memory(payload):
         return out
     table = _numpy(_values_of_codes(element))
     codes, of_groups = _numpy(payload.view(torch.uint8)), None if scales is None else _numpy(scales)
@@ -208,7 +208,7 @@ def _numpy(x: Tensor) -> Any:
 
     `Tensor.numpy` would tell the storage for good that it may not be resized, as FSDP does with weights that it frees.
     """
-    if isinstance(x, FakeTensor):
+    if not has_memory(x):
         return x
     assert x.is_contiguous()
     memory: Any = (ctypes.c_byte * x.nbytes).from_address(x.data_ptr()) if x.numel() else b""
@@ -221,7 +221,7 @@ def _by_rows(kernel: Callable[..., None], x: Any, rows: int, numbers: int, *argu
     Args:
         numbers: of one row, or of what stands for one.
     """
-    if isinstance(x, FakeTensor):
+    if isinstance(x, Tensor):  # without memory: `_numpy` left it as it was
         return
     _compile(kernel, x, arguments)
     threads = max(1, min(torch.get_num_threads(), rows, rows * numbers // FEW))

@@ -1,7 +1,8 @@
 """Run a part of a model again in the backward pass, instead of keeping what it saves.
 
 torch's checkpoint does the work: in forward the tensors that autograd would save are dropped, in backward the part
-runs once more to make them. Three things are added:
+runs once more to make them. (A memory trace has a stand-in for it, which loads no compiler: `running_again_by`.) Three
+things are added:
 
 * The product of the part's last linear layer is read by nobody the second time: torch's own linear stops before
   it, a planned layer is told to leave it out.
@@ -24,16 +25,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from scrimp.gemm.storage import CODES
+from scrimp.tracing import DispatchMode
 
 T = TypeVar("T")
 Operators = Collection[Any]
@@ -51,6 +53,7 @@ class _Local(threading.local):
 
 
 _local = _Local()
+_stand_in: ContextVar[Callable[..., Any] | None] = ContextVar("_stand_in", default=None)
 
 
 def run_again(
@@ -71,6 +74,9 @@ def run_again(
         return cast(
             T, checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **selective)
         )
+    stand_in = _stand_in.get()
+    if stand_in is not None:
+        return cast(T, stand_in(function, *inputs, contexts=contexts))
     return cast(
         T, checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     )
@@ -94,6 +100,20 @@ def run_again_before(
         return cast(Tensor, last(function(*again)))
 
     return run_again(both, *inputs, last=last, keeps=keeps)
+
+
+@contextlib.contextmanager
+def running_again_by(stand_in: Callable[..., Any]) -> Iterator[None]:
+    """Inside, another function stands for torch's checkpoint: the memory trace's, of tensors without memory.
+
+    Args:
+        stand_in: called with the function, its inputs, and by name what makes the contexts of both runs.
+    """
+    before = _stand_in.set(stand_in)
+    try:
+        yield
+    finally:
+        _stand_in.reset(before)
 
 
 def is_running_again() -> bool:
@@ -125,12 +145,12 @@ def _contexts(last: object, keeps: Operators) -> tuple[Context, Context]:
     return _all(first), _all(second)
 
 
-class _Keeping(TorchDispatchMode):
+class _Keeping(DispatchMode):
     """Remembers what some operators return, in order. torch's own contexts for this follow every operator, and
     would miss those of a product that is left out."""
 
     def __init__(self, keeps: Operators, kept: list[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._keeps, self._kept = keeps, kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,11 +160,11 @@ class _Keeping(TorchDispatchMode):
         return result
 
 
-class _Replaying(TorchDispatchMode):
+class _Replaying(DispatchMode):
     """Returns what was remembered instead of running the operators again."""
 
     def __init__(self, keeps: Operators, kept: list[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._keeps, self._kept, self._next = keeps, kept, 0
 
     def __enter__(self) -> Any:

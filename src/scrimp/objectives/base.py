@@ -4,7 +4,7 @@ Problem  A loss is run in many places: in steps, in evaluations, in the proof be
          measured, in the memory trace and in the timing of the model's ends. All of them must run the same one, or the
          account is of another loss than the run's.
 Method   They ask an `Objective`. Its `loss` takes a model and one micro-batch; the part after the hidden states is
-         `head_loss`, which the memory trace runs alone, on fake tensors.
+         `head_loss`, which the memory trace runs alone, on tensors without memory.
 Sums     A loss is a sum, and `count` says over how many. Whoever runs a batch divides by the count of the whole batch,
          so that cutting it into other micro-batches changes nothing.
 Limits   One forward pass of the trained model per micro-batch, whose hidden states `head_loss` gets: what the proof

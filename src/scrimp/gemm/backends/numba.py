@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from scrimp.formats import QuantizedTensor
 from scrimp.formats import scales as scale_rules
@@ -36,6 +35,7 @@ from scrimp.precision import (
     lookup_scaling,
     scale_shape,
 )
+from scrimp.tracing import has_memory
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -194,7 +194,7 @@ class _Scaled:
     def rule(self) -> dict[str, Any]:
         """How a kernel scales and rounds."""
         scale, lift = self.tensor_scale, 1.0
-        if scale is not None and not isinstance(scale, FakeTensor):
+        if scale is not None and has_memory(scale):
             lift = float(scale_rules.lift_of(scale))
         return {"is_divided": self.kind.scale_type == "fp32", "lift": lift, "hashes": self.hashes}
 

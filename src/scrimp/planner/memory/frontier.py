@@ -25,7 +25,7 @@ from scrimp.planner.memory.search_space import Split
 from scrimp.planner.memory.states import Floor, device_peak
 
 Binding = Literal["device memory", "host memory", "link", "computing"]
-MORE = (1.125, 1.25, 1.5, 2.0)
+MORE = (1.25, 1.5, 2.0)
 WORTH = 0.005
 _MORE_OF_ONE = 1.25
 _ROUNDED = 1e-6

@@ -35,7 +35,7 @@ class GradientSums:
 class OptimizerMemory(Protocol):
     """Bytes of an optimizer. Equal ones compare and hash as equal: traces are kept by them.
 
-    Parameters come with their names in the whole model, on fake tensors.
+    Parameters come with their names in the whole model, on tensors without memory.
     """
 
     def __hash__(self) -> int: ...

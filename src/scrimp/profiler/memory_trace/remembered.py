@@ -4,7 +4,7 @@ Problem  The emulation quantizes with dozens of operators, in every pass of ever
          the bytes are the same each time; and a run is traced several times before it starts.
 Method   Per operand, shape and device the first run of the process is measured: what came out, and the most that lived
          meanwhile. It and all later ones return tensors of these sizes, and tell the tracker of the same peak.
-Limits   For fake tensors only: repeated results hold no numbers.
+Limits   For tensors without memory only: repeated results hold no numbers.
 Checked  tests/profiler/memory_trace/test_tracker.py: equal to a trace without it.
 """
 

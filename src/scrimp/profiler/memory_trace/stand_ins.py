@@ -74,12 +74,12 @@ def _with_entry(sizes: dict[str, Entry], of_cpu: Entry) -> Iterator[None]:
 
 
 def fused_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """CUDA's RMSNorm, of fake tensors."""
+    """CUDA's RMSNorm, of tensors without memory."""
     return cast(Tensor, _FusedNorm.apply(x, weight))  # type: ignore[no-untyped-call]
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Saves and returns what the fused RMSNorm does, for fake tensors: its numbers mean nothing."""
+    """Saves and returns what the fused RMSNorm does, for tensors without memory: its numbers mean nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

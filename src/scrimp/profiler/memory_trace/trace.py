@@ -2,9 +2,9 @@
 
 Problem  Formulas for saved and temporary tensors are wrong as soon as the code changes, and peaks lie inside
          operations that nobody listed.
-Method   The real model (`scrimp.models`, planned layers, the objective's loss) runs on fake tensors: shapes without
-         memory, so the time does not depend on the size. Equal blocks of equal formats are one class; one block of
-         each class runs alone, per choice of activations and with new and existing gradients (`passes`);
+Method   The real model (`scrimp.models`, planned layers, the objective's loss) runs on tensors without memory
+         (`meta_mode`), so the time does not depend on the size. Equal blocks of equal formats are one class; one block
+         of each class runs alone, per choice of activations and with new and existing gradients (`passes`);
          embedding, norm and loss run without blocks. `scrimp.planner.memory.states` adds the differences up.
          A choice "+offload" is derived: what autograd saves of a block waits on the host instead, its input
          included (`saved`).
@@ -25,7 +25,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scrimp.config import Architecture
 from scrimp.config.activations import Activations
@@ -34,6 +33,7 @@ from scrimp.formats.grouping import ends_alone
 from scrimp.gemm import PlannedLayer, swap_in
 from scrimp.gemm.clock import Clock
 from scrimp.gemm.problem import DTYPES
+from scrimp.gemm.recompute import running_again_by
 from scrimp.models import HEAD, AttentionSpec, BlockSpec, ModelSpec, full_name, spec_of
 from scrimp.models.attention import AttentionLayout, fuses_attention
 from scrimp.models.blocks import Block
@@ -50,9 +50,11 @@ from scrimp.profiler.memory_trace.block_passes import (
     trace_block,
     trace_ends,
 )
+from scrimp.profiler.memory_trace.meta_mode import MetaMode
 from scrimp.profiler.memory_trace.offloaded import saved_bytes
 from scrimp.profiler.memory_trace.optimizer_memory import GradientSums, OptimizerMemory
 from scrimp.profiler.memory_trace.remembered import RememberedBackend
+from scrimp.profiler.memory_trace.second_run import second_run
 from scrimp.profiler.memory_trace.stand_ins import (
     GRANULES,
     DeviceFunctions,
@@ -82,7 +84,7 @@ def _formats(
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    """Fake tensors, none of the caller's modes, and of what is cut into pieces only the ends."""
+    """Tensors without memory, none of the caller's modes, and of what is cut into pieces only the ends."""
     for inverse in (False, True):
         hadamard.rotate(
             torch.zeros(1, hadamard.SIZE), -1, inverse=inverse
@@ -92,7 +94,8 @@ def _apart() -> Iterator[None]:
         torch.enable_grad(),
         _outside_autocast(),
         ends_alone(),
-        FakeTensorMode(allow_non_fake_inputs=True),
+        MetaMode(),
+        running_again_by(second_run),
     ):
         yield
 
@@ -114,7 +117,7 @@ def _outside_autocast() -> Iterator[None]:
 
 
 class StillClock(Clock):
-    """Noise at one address: fake tensors cannot be read."""
+    """Noise at one address: tensors without memory cannot be read."""
 
     @property
     def now(self) -> tuple[int, int]:

@@ -1,11 +1,11 @@
-"""Counts live bytes of tensors while torch code runs, for real or on fake tensors.
+"""Counts live bytes of tensors while torch code runs, for real or on tensors without memory.
 
 Problem  A plan needs the memory peak of code that may not fit the device; and on a CPU torch counts no peak at all.
 Method   Every operator passes a dispatch mode. A storage that comes out and was not seen before is new memory; a weak
          reference tells when it is freed. Storages that only go in (parameters made earlier) count nothing.
-         `FakeTensorMode` outside makes the same code run without memory or arithmetic::
+         `MetaMode` outside makes the same code run without memory or arithmetic::
 
-             with FakeTensorMode(), StorageTracker() as tracker:
+             with MetaMode(), StorageTracker() as tracker:
                  step()
              tracker.peak
 
@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from scrimp.profiler.memory_trace.workspace import WorkspaceRule, no_workspace
+from scrimp.tracing import DispatchMode
 
 _AROUND_DISPATCH = ("torch._compile", "torch._dynamo.eval_frame")
 """Modules whose functions torch calls between an operator and a dispatch mode."""
@@ -40,7 +40,7 @@ class Measured:
     peak: int = 0
 
 
-class StorageTracker(TorchDispatchMode):
+class StorageTracker(DispatchMode):
     """Live and peak bytes of all storages that are made while it is entered.
 
     Args:
@@ -49,7 +49,7 @@ class StorageTracker(TorchDispatchMode):
     """
 
     def __init__(self, *, granule: int = 1, workspace: WorkspaceRule = no_workspace) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.live = 0
         """Bytes that live now."""
         self.peak = 0

@@ -37,7 +37,7 @@ class Evaluations(Callback):
             run.outer.meet()
         run.line.phase("evaluating")
         run.phases.switch(EVALUATION)
-        is_working = run.config.evaluation.formats == "working"
+        is_working = run.config.evaluation.precision == "working"
         with run.executable.in_working_format() if is_working else contextlib.nullcontext():
             found = evaluate(
                 run.executable,
