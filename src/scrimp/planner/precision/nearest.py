@@ -69,7 +69,8 @@ def _of_fewest_bytes(question: Question) -> NDArray[np.bool_]:
     amounts = by_decision(question, np.where(allowed, kept, np.inf))
     is_fewest = amounts == amounts.min(axis=1, keepdims=True)
     if menu is None:
-        return allowed & is_fewest.reshape(allowed.shape)
+        alone: NDArray[np.bool_] = allowed & is_fewest.reshape(allowed.shape)
+        return alone
     layers, rows = np.nonzero(is_fewest)
     found = np.zeros_like(allowed)
     for gemm in range(allowed.shape[1]):
