@@ -107,7 +107,7 @@ def test_a_hugging_face_folder_is_planned_for_by_its_config_alone(
         ("--hardware rtx4060ti --model.preset llama-3.1-8b", "no layout of the model fits"),
         ("--hardware 8xh100 --layout.tp=3", "no layout has these degrees"),
         ("--hardware 8xh100 --optimizer.lr=0.1", "does not ask for this"),
-        ("--hardware 8xh100 --precision snip --budget.saved-bytes=0.5", "got budget.saved_bytes"),
+        ("--hardware 8xh100 --precision snip --budget.saved-bytes=0.5", "budget.saved_bytes"),
         ("--hardware 8xh100 --precision fp8,head=bf16", "one format for all blocks"),
         ("--hardware 8xh100 --train.sequence=100 --train.batch-tokens=250", "multiple of train.sequence"),
         ("--hardware 8xh100 --model.weights somewhere", "does not exist"),

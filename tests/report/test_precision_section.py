@@ -123,7 +123,7 @@ def test_all_plans_and_their_history_are_told(replanned):
     section = precision_section(read_run(replanned))
     plans = rows_of(section, "All analysed plans")
     assert [row[0] for row in plans[1:]] == ["400", "800", "1,200"]
-    assert plans[3][4].endswith("/ –")
+    assert plans[3][5].endswith("/ –")
     history = rows_of(section, "History of re-plans")
     kinds = [(row[0], row[1]) for row in history[1:]]
     assert kinds == [
