@@ -9,6 +9,7 @@ Checked  tests/benchmarks/test_gemm_benchmark.py: against the sizes of the tenso
 
 from __future__ import annotations
 
+from functools import partial
 from math import ceil
 
 from scrimp.gemm.kernels.launch import TILE
@@ -28,7 +29,8 @@ def bytes_moved(function: str, rows: int, columns: int, input_bytes: int, **opti
     return _FLOORS[function](rows, columns, input_bytes, **options)
 
 
-def _quantize_tiles(
+def _along_axes(
+    scaling: str,
     rows: int,
     columns: int,
     input_bytes: int,
@@ -38,40 +40,13 @@ def _quantize_tiles(
     stochastic: bool = False,
     stochastic_column: bool = False,
 ) -> int:
-    written = by_row * _tiles(rows, columns) + by_column * _tiles(columns, rows)
+    """What quantizes along either axis or both, one byte a code."""
+    readings = {"tile": 1, "row": 1 + by_column, "tensor": 2}[scaling]
+    tiles = by_row * rows * ceil(columns / TILE) + by_column * columns * ceil(rows / TILE)
+    scales = {"tile": tiles, "row": by_row * rows + by_column * columns, "tensor": 1}[scaling]
     streams = (by_row and stochastic) + (by_column and stochastic_column)
-    return rows * columns * input_bytes + written + _hashes(rows, columns, streams)
-
-
-def _quantize_rows(
-    rows: int,
-    columns: int,
-    input_bytes: int,
-    *,
-    by_row: bool = True,
-    by_column: bool = True,
-    stochastic: bool = False,
-    stochastic_column: bool = False,
-) -> int:
-    scales = SCALE_BYTES * (by_row * rows + by_column * columns)
-    streams = (by_row and stochastic) + (by_column and stochastic_column)
-    moved = rows * columns * ((1 + by_column) * input_bytes + by_row + by_column)
-    return moved + scales + _hashes(rows, columns, streams)
-
-
-def _quantize_tensor(
-    rows: int,
-    columns: int,
-    input_bytes: int,
-    *,
-    by_row: bool = True,
-    by_column: bool = True,
-    stochastic: bool = False,
-    stochastic_column: bool = False,
-) -> int:
-    streams = (by_row and stochastic) + (by_column and stochastic_column)
-    moved = rows * columns * (2 * input_bytes + by_row + by_column)
-    return moved + SCALE_BYTES + _hashes(rows, columns, streams)
+    numbers = rows * columns * (readings * input_bytes + by_row + by_column)
+    return numbers + SCALE_BYTES * scales + _hashes(rows, columns, streams)
 
 
 def _quantize_blocks(rows: int, columns: int, input_bytes: int, *, transposed: bool = False) -> int:
@@ -87,18 +62,14 @@ def _tensor_amax(rows: int, columns: int, input_bytes: int) -> int:
     return rows * columns * input_bytes
 
 
-def _tiles(rows: int, columns: int) -> int:
-    return rows * columns + SCALE_BYTES * rows * ceil(columns / TILE)
-
-
 def _hashes(rows: int, columns: int, streams: int) -> int:
     return streams * HASH_BYTES * (rows + columns)
 
 
 _FLOORS = {
-    "quantize_tiles": _quantize_tiles,
-    "quantize_rows": _quantize_rows,
-    "quantize_tensor": _quantize_tensor,
+    "quantize_tiles": partial(_along_axes, "tile"),
+    "quantize_rows": partial(_along_axes, "row"),
+    "quantize_tensor": partial(_along_axes, "tensor"),
     "quantize_blocks": _quantize_blocks,
     "fake_quantize_groups": _fake_quantize_groups,
     "tensor_amax": _tensor_amax,

@@ -63,7 +63,7 @@ class Program:
     registers: dict[str, str]
     """Type of the registers of each prefix, such as %rd."""
     threads: int
-    """Of a block."""
+    """Threads in a block."""
     parameters: int
 
 
@@ -231,7 +231,7 @@ def _type_of(source: str, kind: str) -> str:
 
 
 def _names(operand: str) -> list[str]:
-    """Of a vector `{%r1, %r2}`, or of one register."""
+    """Registers that an operand names: those of a vector `{%r1, %r2}`, or a single one."""
     return [name.strip() for name in operand.strip("{} ").split(",")]
 
 
@@ -259,7 +259,7 @@ def _store(machine: Machine, it: Instruction) -> None:
 
 
 def _add_to_maxima(machine: Machine, it: Instruction) -> None:
-    """Of whichever threads, in whichever order: the largest of all stays. What was there before is not told."""
+    """Atomic maximum: the order of the threads makes no difference. The value before it is not returned."""
     live = machine.live(it)
     if it.type != "s32":
         raise UnknownInstructionError(it.text)

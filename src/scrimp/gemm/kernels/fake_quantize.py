@@ -169,20 +169,31 @@ def fake_quantize_groups(
         DeviceError: not on a CUDA device.
     """
     _check(x, operand, axis, tensor_scale)
-    element, scaling = lookup_element(operand.element), lookup_scaling(operand.scaling)
-    if scaling.has_tensor_scale and tensor_scale is None:
+    if tensor_scale is None and lookup_scaling(operand.scaling).has_tensor_scale:
         tensor_scale = nvfp4_tensor_scale(tensor_amax(x, operand.hadamard, axis))
-    # From here on the scaled axis is "columns"; the memory stays where it is.
+    out = _empty_values(x, operand, axis)
+    if out.numel():
+        stream = (noise or Noise()) if operand.rounding == "stochastic" else None
+        _write_values(x, out, operand, axis, tensor_scale, stream)
+    return out, tensor_scale
+
+
+def _empty_values(x: Tensor, operand: Operand, axis: int) -> Tensor:
+    """Room for the values, padded along the axis where groups are rotated."""
+    shape = list(x.shape)
+    if operand.hadamard:
+        shape[axis] += -shape[axis] % HADAMARD_SIZE
+    return torch.empty(shape, dtype=torch.bfloat16, device=x.device)
+
+
+def _write_values(
+    x: Tensor, out: Tensor, operand: Operand, axis: int, tensor_scale: Tensor | None, noise: Noise | None
+) -> None:
+    """Launch the kernel. To it the scaled axis is "columns", whichever it is: the memory stays where it is."""
+    element, scaling = lookup_element(operand.element), lookup_scaling(operand.scaling)
     across, along = x.shape if axis == -1 else x.shape[::-1]
-    padded = along + (-along % HADAMARD_SIZE if operand.hadamard else 0)
-    out = torch.empty(
-        (across, padded) if axis == -1 else (padded, across), dtype=torch.bfloat16, device=x.device
-    )
-    if not out.numel():
-        return out, tensor_scale
-    is_stochastic = operand.rounding == "stochastic"
-    stream = (noise or Noise()) if is_stochastic else None
-    by_row, by_column = hashes(stream, out.shape[0], out.shape[1], x)
+    padded = out.shape[axis]
+    by_row, by_column = hashes(noise, out.shape[0], out.shape[1], x)
     run(
         fake_quantize_kernel,
         (triton.cdiv(across, BLOCK_ROWS) * triton.cdiv(padded, BLOCK_COLUMNS),),
@@ -197,7 +208,7 @@ def fake_quantize_groups(
         *_strides(x, axis),
         *_strides(out, axis),
         HADAMARD=operand.hadamard,
-        STOCHASTIC=is_stochastic,
+        STOCHASTIC=noise is not None,
         NVFP4=scaling.has_tensor_scale,
         GROUP_ROWS=scaling.rows,
         GROUP_COLUMNS=scaling.columns,
@@ -207,7 +218,6 @@ def fake_quantize_groups(
         COLUMNS=BLOCK_COLUMNS,
         num_warps=4,
     )
-    return out, tensor_scale
 
 
 def tensor_amax(x: Tensor, hadamard: bool = False, axis: int = -1) -> Tensor:
