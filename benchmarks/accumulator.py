@@ -184,7 +184,9 @@ def error(product: Product, recipe: str, size: int, k: int, device: torch.device
     wrong = (product(a, b).double() - exact).abs()
     return {
         "relative error": float(wrong.norm() / exact.norm()),
-        "largest / sum of magnitudes": float((wrong / magnitudes).max()),
+        "largest / sum of magnitudes": float(
+            (wrong / magnitudes.clamp_min(torch.finfo(magnitudes.dtype).tiny)).max()
+        ),
     }
 
 
