@@ -77,6 +77,18 @@ def test_another_seed_gives_another_run(finished: Path, corpus: Path, tmp_path: 
     assert losses(run_dir)[1] != losses(finished)[1]
 
 
+def test_another_rounding_seed_moves_nothing_but_stochastic_rounding(corpus: Path, tmp_path: Path) -> None:
+    """nvfp4 rounds forward products to nearest and gradients stochastically: the first loss is the same."""
+    found = []
+    for seed in ("0", "1"):
+        run_dir = tmp_path / seed
+        drawn = f"--run.rounding-seed={seed}"
+        assert main(flags(corpus, run_dir, "--train.steps=3", "--precision=nvfp4", drawn)) == 0
+        found.append(losses(run_dir))
+    assert found[0][1] == found[1][1]
+    assert found[0][3] != found[1][3]
+
+
 def test_a_run_resumed_from_any_checkpoint_repeats_the_same_losses(finished: Path, tmp_path: Path) -> None:
     import shutil
 

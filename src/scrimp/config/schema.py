@@ -39,6 +39,14 @@ class RunConfig:
     """Run folder. Unset: the next free runs/<preset>-<number>."""
     seed: int = 0
     """Decides initialisation, data order and sampling."""
+    rounding_seed: int | None = None
+    """Decides the noise of stochastic rounding alone. Unset: seed. Two runs that differ in nothing else
+    show how far rounding by itself moves a result."""
+
+    @property
+    def seed_of_rounding(self) -> int:
+        """`rounding_seed`, or what stands in for it."""
+        return self.seed if self.rounding_seed is None else self.rounding_seed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,7 @@ _COUNT_OR_OFF = Range(0, _MANY)
 
 RANGES: dict[str, Range] = {
     "run.seed": Range(0, 2**63 - 1),
+    "run.rounding_seed": Range(0, 2**63 - 1),
     "data.held_out": Range(0, 1, below=True),
     "data.vocab_size": Range(257, 2**24),  # the 256 bytes and the end of a document
     "model.vocab_size": _COUNT,

@@ -43,6 +43,7 @@ PROBES: Final = "probes.json"
 _COSTS_NOTHING: Final = (
     *(
         "run.seed",
+        "run.rounding_seed",
         "optimizer.lr",
         "optimizer.weight_decay",
         "optimizer.beta1",

@@ -345,7 +345,7 @@ def _begun(
     copies = None if place is None else Copies(place, decisions.world)
     record = read_record(run_dir)
     assert record is not None  # `_write_decisions` has written it
-    optimizer = build(config.optimizer, executable, seed=config.run.seed)
+    optimizer = build(config.optimizer, executable, seed=config.run.seed_of_rounding)
     return Run(
         decisions=decisions,
         dir=run_dir,
@@ -388,7 +388,7 @@ def _realised(start: Start, choose: BackendChooser) -> Executable:
         device=device,
         parameters=config.train.parameters,
         compute=config.precision_rules.compute,
-        seed=config.run.seed,
+        seed=config.run.seed_of_rounding,
         loss_chunk=config.train.loss_chunk,
         objective=objectives.build(config.objective),
         choose=choose,

@@ -113,13 +113,13 @@ def _meter(settings: CycleSettings, decisions: Decisions, checkpoint: Checkpoint
         device=decisions.device.torch_device,
         parameters=config.train.parameters,
         compute=config.precision_rules.compute,
-        seed=config.run.seed,
+        seed=config.run.seed_of_rounding,
         loss_chunk=config.train.loss_chunk,
         objective=objectives.build(config.objective),
         choose=decisions.backends(),
         replans=True,
     )
-    optimizer = build(config.optimizer, executable, seed=config.run.seed)
+    optimizer = build(config.optimizer, executable, seed=config.run.seed_of_rounding)
     optimizer.prepare(state.position.all_updates)
     parts = {f"model.{name}": part for name, part in executable.parameters()}
     parts |= {f"optimizer.{name}": part for name, part in optimizer.parts()}
