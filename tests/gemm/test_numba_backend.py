@@ -50,7 +50,7 @@ def assert_same_operand(a: ReferenceOperand, b: ReferenceOperand) -> None:
     ours, theirs = a.quantized, b.quantized
     assert same(ours.values, theirs.values)
     assert same(ours.outer, theirs.outer)
-    assert same(ours.rest, theirs.rest)
+    assert same(ours.inner, theirs.inner)
 
 
 @pytest.fixture

@@ -40,6 +40,8 @@ PAYLOAD_TYPES = {"e2m1": torch.uint8, **FLOAT8}
 SCALE_TYPES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 INEXACT_IN_BF16 = ("tile", "block")
 """Scalings by fp32 numbers inside a GEMM's sum; all others multiply by powers of two, by E4M3 numbers, or after it."""
+INNER_GROUP = 128
+"""Numbers along the summed axis that share a scale of `INEXACT_IN_BF16`."""
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AmaxReducer = Callable[[Tensor], None]
 
@@ -52,13 +54,20 @@ class FakeQuantized:
     """float32 or bfloat16, in the matrix's own layout."""
     outer: Tensor | None
     """Broadcasts against values: [1, 1] for tensor and NVFP4's second scale, one per row for row scales."""
-    rest: Tensor | None = None
-    """What bfloat16 values leave out of tile and block scalings; the others are exact in it."""
+    inner: Tensor | None = None
+    """float32 scales of groups of `INNER_GROUP` along the summed axis, which the values are still to be multiplied by; in
+    the matrix's own layout. None: values have them already."""
 
     def wide(self) -> Tensor:
         """The values in float32, without the outer scale."""
         values = self.values.to(torch.float32)
-        return values if self.rest is None else values + self.rest
+        if self.inner is None:
+            return values
+        scales = self.inner
+        for axis, size in enumerate(values.shape):
+            if scales.shape[axis] < size:
+                scales = scales.repeat_interleave(INNER_GROUP, axis).narrow(axis, 0, size)
+        return values * scales
 
     def dequantize(self) -> Tensor:
         """The values with their outer scale."""
@@ -112,15 +121,27 @@ class QuantizedTensor:
         """The values of a matrix, and the scale that can be taken out of a GEMM's sum; rotated values stay rotated."""
         return self.matrix_of(self._values())
 
-    def matrix_of(self, values: Tensor) -> FakeQuantized:
-        """The same, of what the codes times the scales of their groups are, the scaled axis last."""
+    def element_matrix(self) -> FakeQuantized:
+        """The same where scales of groups are not exact in bfloat16: the element's values, with those scales beside them."""
+        element = lookup_element(self.operand.element)
+        values = decode(self.payload, element, self.shape[self.axis]).to(torch.bfloat16)
+        return self.matrix_of(values, inner=self.scale_values())
+
+    def matrix_of(self, values: Tensor, inner: Tensor | None = None) -> FakeQuantized:
+        """The same, of what the codes times the scales of their groups are, the scaled axis last.
+
+        Args:
+            inner: scales that the values have not been multiplied by.
+        """
         is_upright = self.axis % 2 == 1
         outer = self.tensor_scale
         if outer is None and lookup_scaling(self.operand.scaling).columns is None:
             outer = self.scales
         if outer is not None:
             outer = outer.reshape(-1, 1) if is_upright else outer.reshape(1, -1)
-        return FakeQuantized(values if is_upright else values.T, outer)
+        if inner is not None and not is_upright:
+            inner = inner.T
+        return FakeQuantized(values if is_upright else values.T, outer, inner)
 
     def _values(self) -> Tensor:
         """Codes times the scales of groups, the scaled axis last, without outer scales."""
@@ -207,8 +228,8 @@ def fake_quantize(
         axis: the scaled one.
         keep_rotation: leave Hadamard-rotated values rotated, padded to a multiple of 16 along the axis,
             for a product with another rotated operand.
-        carrier: float32; or bfloat16, which is exact but for tile and block scalings: those are two
-            bfloat16 numbers, values + rest, exact to 2^-17.
+        carrier: float32; or bfloat16, which is exact: under tile and block scalings it holds the element's values, and
+            their scales are `inner`.
     """
     kind = lookup_scaling(operand.scaling)
     _check(x, axis, kind)
@@ -217,23 +238,22 @@ def fake_quantize(
     axis = axis % 2 - 2
     stack, tensor_scale = _prepare(x.detach()[None], operand, axis, reduce_amax)
     out = torch.empty(stack.shape[1:], dtype=carrier, device=x.device)
-    rest = torch.empty_like(out) if carrier == torch.bfloat16 and kind.name in INEXACT_IN_BF16 else None
+    scales: list[Tensor] | None = [] if carrier == torch.bfloat16 and kind.name in INEXACT_IN_BF16 else None
     outer = None if tensor_scale is None else tensor_scale.reshape(1, 1)
     has_row_scales = kind.rows == 1 and kind.columns is None and axis == -1
     if has_row_scales and out.numel():
         outer = torch.empty(len(out), 1, device=x.device)
     for piece in _rounded(stack[0], operand, axis, noise or Noise(), tensor_scale, reduce_amax):
-        if kind.columns is not None:
+        if scales is not None:
+            scales.append(piece.scales.decode[:, 0, :, 0])
+        elif kind.columns is not None:
             piece.grouped.mul_(piece.scales.decode)
         elif has_row_scales and outer is not None:
             outer[piece.rows] = piece.scales.decode[:, 0, :, 0]
         else:
             outer = piece.scales.decode[:, 0, :, 0]
-        values = piece.values[:, : out.shape[1]]
-        out[piece.rows] = values
-        if rest is not None:
-            rest[piece.rows] = values.sub_(out[piece.rows])
-    found = FakeQuantized(out, outer, rest)
+        out[piece.rows] = piece.values[:, : out.shape[1]]
+    found = FakeQuantized(out, outer, torch.cat(scales) if scales else None)
     if operand.hadamard and not keep_rotation:
         rotated = rotate(found.dequantize(), axis, inverse=True)
         return FakeQuantized(rotated[: x.shape[0], : x.shape[1]].to(carrier), None)

@@ -7,7 +7,7 @@ Method   Two passes over memory. The first finds the largest magnitude of each g
 
              x, scale -> divide, clamp, round (rounding.py), noise (noise.py) -> values, or codes
 
-         A third kernel adds up the products of one result, with their outer scales.
+         Two more multiply a product by its scales, into a result or on top of a sum.
          bfloat16 is read and written as the upper half of a float32's bits. Magnitudes are compared as integers, in
          which order NaN lies above infinity, so that it is seen. The bits are those of `scrimp.formats`. Each kernel
          takes a range of rows; `cpu_passes` runs them over tensors.
@@ -199,9 +199,8 @@ def to_values(
     rule: Any,
     noise: Any,
     out: Any,
-    rest: Any,
 ) -> None:
-    """Rounded numbers times their scales (no scales: None), in the type of `out`; `rest` is what bfloat16 leaves."""
+    """Rounded numbers times their scales (no scales: None), in the type of `out`."""
     (r, c), (hash_of_row, hashes), columns, last_group = groups, noise, x.shape[1], -1
     row, by, back = (
         np.empty(columns, np.float32),
@@ -220,9 +219,6 @@ def to_values(
                 row[j] *= back[j]
         for j in range(columns):
             out[i, j] = _narrow(row[j], out)
-        if rest is not None:
-            for j in range(columns):
-                rest[i, j] = _narrow(row[j] - _wide(out[i, j]), rest)
 
 
 @_compiled()
@@ -250,64 +246,72 @@ def to_codes(
 
 
 @_compiled()
+def _finish_row(row: Any, back: Any, scales: Any, out: Any) -> None:
+    """A row of values times its scales (no scales: None), in the type of `out`."""
+    if scales is not None:
+        for j in range(row.shape[0]):
+            row[j] *= back[j]
+    for j in range(row.shape[0]):
+        out[j] = _narrow(row[j], out)
+
+
+@_compiled()
 def from_codes(codes: Any, first: int, last: int, groups: Any, table: Any, scales: Any, out: Any) -> None:
     """Values of codes of a byte, times their scales (no scales: None)."""
     (r, c), columns, last_group = groups, out.shape[1], -1
-    back = np.empty(columns, np.float32)
+    back, row = np.empty(columns, np.float32), np.empty(columns, np.float32)
     for i in range(first, last):
         if scales is not None and i // r != last_group:
             last_group = i // r
             _spread(scales[last_group], c, back)
         own, found = codes[i], out[i]
         for j in range(columns):
-            found[j] = table[own[j]]
-        if scales is not None:
-            for j in range(columns):
-                found[j] *= back[j]
+            row[j] = table[own[j]]
+        _finish_row(row, back, scales, found)
 
 
 @_compiled()
 def from_pairs(codes: Any, first: int, last: int, groups: Any, table: Any, scales: Any, out: Any) -> None:
     """The same for two codes in a byte; `table` has 16 entries."""
     (r, c), columns, last_group = groups, out.shape[1], -1
-    back = np.empty(columns, np.float32)
+    back, row = np.empty(columns, np.float32), np.empty(columns, np.float32)
     for i in range(first, last):
         if scales is not None and i // r != last_group:
             last_group = i // r
             _spread(scales[last_group], c, back)
         own, found = codes[i], out[i]
         for j in range(columns // 2):
-            found[2 * j] = table[own[j] & 15]
-            found[2 * j + 1] = table[own[j] >> 4]
+            row[2 * j] = table[own[j] & 15]
+            row[2 * j + 1] = table[own[j] >> 4]
         if columns % 2:
-            found[columns - 1] = table[own[columns // 2] & 15]
-        if scales is not None:
-            for j in range(columns):
-                found[j] *= back[j]
+            row[columns - 1] = table[own[columns // 2] & 15]
+        _finish_row(row, back, scales, found)
 
 
 @_compiled()
-def _add_row(product: Any, i: int, row: Any) -> None:
-    """Add a row of a product; None adds nothing."""
-    if product is not None:
-        for j in range(row.shape[0]):
-            row[j] += _wide(product[i, j])
-
-
-@_compiled()
-def sum_of_products(
-    x: Any, first: int, last: int, second: Any, third: Any, of_rows: Any, of_columns: Any, out: Any
-) -> None:
-    """The sum of products, times scales of rows and of columns (None: there are none), in the type of `out`."""
+def times_scales(x: Any, first: int, last: int, of_rows: Any, of_columns: Any, out: Any) -> None:
+    """A product times scales of rows and of columns (None: there are none), in the type of `out`."""
     row = np.empty(x.shape[1], np.float32)
     for i in range(first, last):
         for j in range(row.shape[0]):
             row[j] = _wide(x[i, j])
-        _add_row(second, i, row)
-        _add_row(third, i, row)
         if of_rows is not None:
             row *= of_rows[i]
         if of_columns is not None:
             row *= of_columns
         for j in range(row.shape[0]):
             out[i, j] = _narrow(row[j], out)
+
+
+@_compiled()
+def add_times_scales(x: Any, first: int, last: int, of_rows: Any, of_columns: Any, total: Any) -> None:
+    """The same, added to a total in float32."""
+    for i in range(first, last):
+        own, found = x[i], total[i]
+        by = np.float32(1.0) if of_rows is None else of_rows[i]
+        if of_columns is None:
+            for j in range(found.shape[0]):
+                found[j] += _wide(own[j]) * by
+        else:
+            for j in range(found.shape[0]):
+                found[j] += (_wide(own[j]) * by) * of_columns[j]

@@ -14,7 +14,7 @@ import ctypes
 import functools
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -43,29 +43,42 @@ _TYPES: dict[torch.dtype, Any] = {
 }
 
 
-def scaled_sum(
-    products: Sequence[Tensor], of_rows: Tensor | None, of_columns: Tensor | None, dtype: torch.dtype
+def scaled_product(
+    product: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The sum of one to three products, in float32, times scales of rows, then of columns.
+    """A product, in float32, times scales of rows, then of columns.
 
     Args:
-        products: [M, N] in bfloat16.
+        product: [M, N] in bfloat16.
         of_rows: M scales in float32, or one for all; None: none.
         of_columns: the same of N columns.
         dtype: of the result, float32 or bfloat16.
     """
-    shape = products[0].shape
+    shape = product.shape
     out = torch.empty(shape, dtype=dtype)
-    first, *more = (_numpy(one) for one in products)
-    second, third = (*more, None, None)[:2]
     # Held here: numpy reads their memory.
     scales = [
         None if one is None else one.reshape(-1).expand(size).contiguous()
         for one, size in zip((of_rows, of_columns), shape, strict=True)
     ]
     arrays = (None if one is None else _numpy(one) for one in scales)
-    _by_rows(cpu_kernels.sum_of_products, first, *shape, second, third, *arrays, _numpy(out))
+    _by_rows(cpu_kernels.times_scales, _numpy(product), *shape, *arrays, _numpy(out))
     return out
+
+
+def add_scaled(
+    total: Tensor, product: Tensor, of_rows: Tensor | None, of_columns: Tensor | None
+) -> None:
+    """Add a product to a total, times scales of rows, then of columns: what `block_sums.add_scaled` does.
+
+    Args:
+        total: [M, N] in float32.
+        product: [M, N] in bfloat16.
+        of_rows: M scales in float32; None: none.
+        of_columns: N scales.
+    """
+    scales = (None if one is None else _numpy(one) for one in (of_rows, of_columns))
+    _by_rows(cpu_kernels.add_times_scales, _numpy(product), *product.shape, *scales, _numpy(total))
 
 
 def largest_magnitudes(x: Tensor, groups: Groups) -> Tensor:
@@ -102,8 +115,7 @@ def rounded_values(
     is_divided: bool,
     lift: float = 1.0,
     hashes: tuple[Tensor, Tensor] | None = None,
-    with_rest: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """Numbers over their scales, rounded to the element's values, times the scales.
 
     Args:
@@ -112,10 +124,8 @@ def rounded_values(
         decode: what each group's values are multiplied by; None: by nothing.
         carrier: float32 or bfloat16.
         hashes: of rows and of columns, for stochastic rounding; None: to nearest.
-        with_rest: also what bfloat16 leaves of each value, in bfloat16.
     """
     out = torch.empty(x.shape, dtype=carrier)
-    rest = torch.empty_like(out) if with_rest else None
     _by_rows(
         cpu_kernels.to_values,
         _numpy(x),
@@ -127,9 +137,8 @@ def rounded_values(
         _rule(element, is_divided, lift, hashes is not None),
         (None, None) if hashes is None else (_numpy(hashes[0]), _numpy(hashes[1])),
         _numpy(out),
-        None if rest is None else _numpy(rest),
     )
-    return out, rest
+    return out
 
 
 def rounded_codes(
@@ -169,15 +178,21 @@ def rounded_codes(
 
 
 def values_of(
-    payload: Tensor, element: Element, length: int, groups: Groups, scales: Tensor | None
+    payload: Tensor,
+    element: Element,
+    length: int,
+    groups: Groups,
+    scales: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """What codes stand for, float32 [R, length].
+    """What codes stand for, [R, length].
 
     Args:
         payload: codes along the last axis, two in a byte where they have four bits.
         scales: float32, of each group; None: of none.
+        dtype: of the result, float32 or bfloat16.
     """
-    out = torch.empty(len(payload), length)
+    out = torch.empty(len(payload), length, dtype=dtype)
     kernel = cpu_kernels.from_pairs if element.bits == 4 else cpu_kernels.from_codes
     if not has_memory(payload):
         return out

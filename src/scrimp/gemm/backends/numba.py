@@ -24,8 +24,14 @@ from scrimp.formats.grouping import Groups
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.quantize import INEXACT_IN_BF16, FakeQuantized, rotated_whole
 from scrimp.formats.scales import GroupScales
-from scrimp.gemm.backends.reference import ReferenceBackend, ReferenceOperand, bf16_products
-from scrimp.gemm.problem import ROWS, Shape, Use
+from scrimp.gemm.backends.block_sums import sum_of_blocks
+from scrimp.gemm.backends.reference import (
+    ReferenceBackend,
+    ReferenceOperand,
+    bf16_carriers,
+    bf16_product,
+)
+from scrimp.gemm.problem import AXES, ROWS, Shape, Use
 from scrimp.precision import (
     HIGH_PRECISION,
     Element,
@@ -77,15 +83,14 @@ class NumbaBackend(ReferenceBackend):
             return super().prepare(x, use)
         is_bf16 = x.dtype == torch.bfloat16 and self.multiplies_bf16_fast(x.device)
         scaled = _Scaled.of(x, use)
-        with_rest = is_bf16 and scaled.kind.name in INEXACT_IN_BF16
-        values, rest = _passes().rounded_values(
+        inner = scaled.decode if is_bf16 and scaled.kind.name in INEXACT_IN_BF16 else None
+        values = _passes().rounded_values(
             *scaled.arguments(),
-            scaled.decode,
+            scaled.decode if inner is None else None,
             torch.bfloat16 if is_bf16 else torch.float32,
-            with_rest=with_rest,
             **scaled.rule(),
         )
-        return ReferenceOperand(FakeQuantized(values, scaled.outer, rest))
+        return ReferenceOperand(FakeQuantized(values, scaled.outer, inner))
 
     def store(self, x: Tensor, use: Use) -> QuantizedTensor:
         """Codes, as the reference's."""
@@ -113,19 +118,28 @@ class NumbaBackend(ReferenceBackend):
             length += -length % HADAMARD_SIZE
         groups = Groups.of(kind, -1, len(codes.payload), length)
         scales = None if kind.columns is None else codes.scale_values().contiguous()
-        values = _passes().values_of(codes.payload.contiguous(), element, length, groups, scales)
-        exact = kind.name not in INEXACT_IN_BF16
+        exact, payload = kind.name not in INEXACT_IN_BF16, codes.payload.contiguous()
+        if not exact and self.multiplies_bf16_fast(payload.device):
+            values = _passes().values_of(payload, element, length, groups, None, torch.bfloat16)
+            return ReferenceOperand(codes.matrix_of(values, inner=scales), is_exact_in_bf16=True)
+        values = _passes().values_of(payload, element, length, groups, scales, torch.float32)
         return ReferenceOperand(codes.matrix_of(values), is_exact_in_bf16=exact)
 
     def multiply(self, gemm: str, a: ReferenceOperand, b: ReferenceOperand, out: torch.dtype) -> Tensor:
         """The product, as the reference's."""
         values = a.quantized.values, b.quantized.values
         is_ours = self.takes(values[0].device) and out in TYPES and all(one.numel() for one in values)
-        products = bf16_products(gemm, a, b, out) if is_ours else None
-        if products is None:
+        carriers = bf16_carriers(a, b, out) if is_ours else None
+        if carriers is None:
             return super().multiply(gemm, a, b, out)
-        found: Tensor = _passes().scaled_sum(list(products), a.quantized.outer, b.quantized.outer, out)
-        return found
+        (left, right), axes = carriers, AXES[gemm]
+        if left.inner is None and right.inner is None:
+            product = bf16_product(left.values, axes[0], right.values, axes[1])
+            found: Tensor = _passes().scaled_product(product, left.outer, right.outer, out)
+            return found
+        if left.outer is not None or right.outer is not None:
+            return super().multiply(gemm, a, b, out)
+        return sum_of_blocks(gemm, left, right, out, bf16_product, _passes().add_scaled)
 
     def takes(self, device: torch.device) -> bool:
         """Whether its kernels reach the memory of a device; what they do not reach goes through the reference."""

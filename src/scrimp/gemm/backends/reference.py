@@ -7,21 +7,20 @@ Carrier  The format in which the values are multiplied:
 
          fp32     exact for everything, and slow where bf16 has matrix units. Always in fp32 runs.
          bf16     where both operands' values are exact in it: all scalings but tile and block.
-         bf16x3   tile and block: v = hi + lo with two bf16 numbers, and hi hi' + hi lo' + lo hi', which
-                  leaves out 2^-16 of a product. Three fast products instead of a slow one.
+         blocks   tile and block: the element's values, which are exact in bf16; of every 128 numbers of the summed
+                  axis one product, and fp32 sums of the products times the scales of rows and columns, as hardware
+                  does it (`block_sums`).
 
          bf16 carriers are taken where the results are bf16 anyway and the device multiplies bf16 fast. A CPU
-         gives each product rounded to bf16, so results there carry that rounding up to three times
-         (relative to float64 2.1e-3 with three products and 2.4e-3 with outer scales, 1.7e-3 with
-         one rounding, 2.7e-3 had the rests been left out; measured).
+         gives each product rounded to bf16, so results there carry that rounding as well as their own
+         (ACCURACY).
 Limits   An emulation: its speed says nothing of the format's.
 Checked  tests/gemm/test_reference.py against float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from torch import Tensor
 from scrimp.formats import QuantizedTensor, fake_quantize
 from scrimp.formats.quantize import INEXACT_IN_BF16, FakeQuantized
 from scrimp.gemm.backends.base import Backend
+from scrimp.gemm.backends.block_sums import add_scaled, sum_of_blocks
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, multiply
 from scrimp.precision import HIGH_PRECISION
 
@@ -79,6 +79,8 @@ class ReferenceBackend(Backend):
     def load(self, codes: QuantizedTensor) -> ReferenceOperand:
         """Values of kept codes."""
         exact = codes.operand.scaling not in INEXACT_IN_BF16
+        if not exact and self.multiplies_bf16_fast(codes.payload.device):
+            return ReferenceOperand(codes.element_matrix(), is_exact_in_bf16=True)
         return ReferenceOperand(codes.dequantize_matrix(), is_exact_in_bf16=exact)
 
     def multiply(self, gemm: str, a: ReferenceOperand, b: ReferenceOperand, out: torch.dtype) -> Tensor:
@@ -96,41 +98,31 @@ def _product(gemm: str, a: ReferenceOperand, b: ReferenceOperand, out: torch.dty
     a_axis, b_axis = AXES[gemm]
     if a.is_plain and b.is_plain:
         return multiply(a.quantized.values, a_axis, b.quantized.values, b_axis)
-    products = bf16_products(gemm, a, b, out)
-    if products is None:
+    carriers = bf16_carriers(a, b, out)
+    if carriers is None:
         return multiply(a.quantized.wide(), a_axis, b.quantized.wide(), b_axis)
-    total = next(products).float()
-    for product in products:
-        total += product
-    return total
+    left, right = carriers
+    if left.inner is None and right.inner is None:
+        return bf16_product(left.values, a_axis, right.values, b_axis).float()
+    return sum_of_blocks(gemm, left, right, torch.float32, bf16_product, add_scaled)
 
 
-def bf16_products(
-    gemm: str, a: ReferenceOperand, b: ReferenceOperand, out: torch.dtype
-) -> Iterator[Tensor] | None:
-    """The one to three products of bf16 carriers whose sum is the result, but for outer scales; made one by one.
-
-    Each is rounded to bf16 on a CPU, and in fp32 elsewhere. None: the carriers are fp32, or nothing is quantized.
-    """
-    a_axis, b_axis = AXES[gemm]
+def bf16_carriers(
+    a: ReferenceOperand, b: ReferenceOperand, out: torch.dtype
+) -> tuple[FakeQuantized, FakeQuantized] | None:
+    """Both operands in bf16, exactly; None: the carriers are fp32, or nothing is quantized."""
     left, right = a.quantized, b.quantized
     if (a.is_plain and b.is_plain) or out == torch.float32 or left.values.dtype == torch.float32:
         return None
-    if right.values.dtype == torch.float32:
-        right = _split(right, exact=b.is_exact_in_bf16)
-    pairs = [(left.values, right.values), (left.values, right.rest), (left.rest, right.values)]
-    return (_wide(x, a_axis, y, b_axis) for x, y in pairs if x is not None and y is not None)
+    if right.values.dtype == torch.float32:  # of kept codes
+        if not b.is_exact_in_bf16:
+            return None
+        right = replace(right, values=right.values.to(torch.bfloat16))
+    return left, right
 
 
-def _split(quantized: FakeQuantized, *, exact: bool) -> FakeQuantized:
-    """float32 values (of kept codes) as bf16 carriers."""
-    high = quantized.values.to(torch.bfloat16)
-    rest = None if exact else (quantized.values - high).to(torch.bfloat16)
-    return FakeQuantized(high, quantized.outer, rest)
-
-
-def _wide(a: Tensor, a_axis: int, b: Tensor, b_axis: int) -> Tensor:
-    """A bf16 product; in fp32 where the device gives its sums unrounded."""
+def bf16_product(a: Tensor, a_axis: int, b: Tensor, b_axis: int) -> Tensor:
+    """A product of bf16 matrices; in fp32 where the device gives its sums unrounded."""
     if a.device.type != "cuda":
         return multiply(a, a_axis, b, b_axis)
     left, right = (a if a_axis == COLUMNS else a.T), (b.T if b_axis == COLUMNS else b)

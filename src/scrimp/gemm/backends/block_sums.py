@@ -1,0 +1,82 @@
+"""Products of operands with fp32 scales inside the summed axis: a product for each 128 numbers, scaled, added up in fp32.
+
+Problem  A value of `tile` (1 x 128) or `block` (128 x 128) scaling is an element's value times an fp32 number, which no
+         bf16 number holds. The element's values alone are exact in bf16.
+Method   With q the values of elements, s their scales, and B the groups of 128 along the summed axis::
+
+             y[m, n] = sum over B of  s_a[m, B] s_b[n, B]  sum over k in B of q_a[m, k] q_b[n, k]
+
+         The inner sum is a bf16 product; all of them together have the FLOPs of one. The outer sum is fp32. So does
+         hardware (DeepSeek-V3, arXiv 2412.19437, section 3.3). Rows of the result are made in chunks that stay in a core's
+         cache while their products are added to them.
+Limits   A CPU rounds each product to bf16, which errors of independent signs make no worse than one rounding.
+Checked  tests/gemm/test_reference.py against float64, tests/gemm/test_numba_backend.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from scrimp.formats.grouping import PIECE_ELEMENTS, cut
+from scrimp.formats.quantize import INNER_GROUP, FakeQuantized
+from scrimp.gemm.problem import AXES, COLUMNS, ROWS
+
+Adder = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]
+"""Adds to a total [m, N] in float32 a product, times scales of its rows [m], then of its columns [N]."""
+Product = Callable[[Tensor, int, Tensor, int], Tensor]
+"""Of two matrices, each with the axis that it is summed over."""
+
+
+def sum_of_blocks(
+    gemm: str, a: FakeQuantized, b: FakeQuantized, dtype: torch.dtype, product: Product, add: Adder
+) -> Tensor:
+    """The result [M, N] of a GEMM, without outer scales.
+
+    Args:
+        a, b: bf16 values, one of them or both with inner scales.
+        dtype: of the result.
+        product: of bf16 matrices.
+        add: `add_scaled`, or what does the same faster.
+    """
+    (a_axis, b_axis), values = AXES[gemm], a.values
+    left, right = (values if a_axis == COLUMNS else values.T), (b.values if b_axis == COLUMNS else b.values.T)
+    (num_rows, summed), num_columns = left.shape, right.shape[0]
+    of_rows, of_columns = scales_by_block(a, a_axis), scales_by_block(b, b_axis)
+    found = values.new_empty(num_rows, num_columns, dtype=dtype)
+    limit = PIECE_ELEMENTS.get(values.device.type, PIECE_ELEMENTS["cuda"])
+    for rows in cut(num_rows, max(1, limit // max(1, num_columns))):
+        total = values.new_zeros(rows.stop - rows.start, num_columns, dtype=torch.float32)
+        for block in cut(summed, INNER_GROUP):
+            number = block.start // INNER_GROUP
+            add(
+                total,
+                product(left[rows, block], COLUMNS, right[:, block], COLUMNS),
+                None if of_rows is None else of_rows[number, rows],
+                None if of_columns is None else of_columns[number],
+            )
+        found[rows] = total
+    return found
+
+
+def scales_by_block(matrix: FakeQuantized, axis: int) -> Tensor | None:
+    """float32 [blocks of the summed axis, rows or columns of the result]; None: the values have no inner scales."""
+    if matrix.inner is None:
+        return None
+    scales, size = matrix.inner, matrix.values.shape[0 if axis == COLUMNS else 1]
+    scales = scales if axis == ROWS else scales.T
+    if scales.shape[1] < size:  # square groups
+        scales = scales.repeat_interleave(INNER_GROUP, 1)[:, :size]
+    return scales.contiguous()
+
+
+def add_scaled(total: Tensor, product: Tensor, of_rows: Tensor | None, of_columns: Tensor | None) -> None:
+    """Add a product [m, N] to a total in float32, times scales of rows, then of columns."""
+    scaled = product.float()
+    if of_rows is not None:
+        scaled.mul_(of_rows[:, None])
+    if of_columns is not None:
+        scaled.mul_(of_columns)
+    total.add_(scaled)
