@@ -124,7 +124,9 @@ def test_bf16_products_add_two_roundings_of_the_result_at_most(
     rounded = exact.abs()
     if is_fast and recipe not in ("bf16", "fp32"):
         step = 128 if recipe in ("fp8", "fp4") else a.shape[1]
-        rounded = rounded + sum((x @ y.T).abs() for x, y in zip(a.split(step, 1), b.split(step, 1), strict=True))
+        rounded = rounded + sum(
+            (x @ y.T).abs() for x, y in zip(a.split(step, 1), b.split(step, 1), strict=True)
+        )
     left_out = (a.shape[1] + 56) * FP32
     bound = BF16 * (1 + BF16) * rounded + left_out * (size[0] @ size[1].T)
     assert bool(((y - exact).abs() <= bound).all())

@@ -66,9 +66,7 @@ def scaled_product(
     return out
 
 
-def add_scaled(
-    total: Tensor, product: Tensor, of_rows: Tensor | None, of_columns: Tensor | None
-) -> None:
+def add_scaled(total: Tensor, product: Tensor, of_rows: Tensor | None, of_columns: Tensor | None) -> None:
     """Add a product to a total, times scales of rows, then of columns: what `block_sums.add_scaled` does.
 
     Args:
