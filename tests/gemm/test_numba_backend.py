@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from scrimp.formats import Noise
-from scrimp.gemm.backends import BACKENDS, ReferenceBackend
+from scrimp.gemm.backends import BACKENDS, ReferenceBackend, block_sums
 from scrimp.gemm.backends.reference import ReferenceOperand
 from scrimp.gemm.problem import AXES, Use
 from scrimp.gemm.select import BackendSelection
@@ -123,6 +123,27 @@ def test_products_are_the_references(
                 found.append(backend.multiply(gemm, a, b, out))
             assert same(*found)
             assert found[0].dtype == out
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_chunks_of_rows_change_nothing(
+    gemm: str, bf16_is_fast: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results of 300 summed numbers: three products of each chunk, the last one ragged."""
+    generator = torch.Generator().manual_seed(5)
+    first, second = (torch.randn(300, 300, generator=generator).bfloat16() for _ in range(2))
+    pair, axes = RECIPES["fp8"].gemm(gemm), AXES[gemm]
+    assert pair is not None
+    found = []
+    for backend in (NUMBA, REFERENCE):
+        a, b = (
+            backend.prepare(x, Use(operand, axis, Noise(3)))
+            for x, operand, axis in zip((first, second), (pair.a, pair.b), axes, strict=True)
+        )
+        for numbers in (2**20, 300 * 70, 1):
+            monkeypatch.setattr(block_sums, "CHUNK_NUMBERS", {"cpu": numbers})
+            found.append(backend.multiply(gemm, a, b, torch.bfloat16))
+    assert all(torch.equal(found[0], one) for one in found[1:])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -114,7 +114,7 @@ def test_fp32_products_are_those_of_the_dequantized_operands(
 def test_bf16_products_add_two_roundings_of_the_result_at_most(
     recipe: str, gemm: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fast CPU returns products in bf16, before scales are applied: one rounding more than elsewhere, of each block."""
+    """A fast CPU returns products in bf16, before scales are applied: one rounding more of each block."""
     monkeypatch.setattr(reference, "multiplies_bf16_fast", lambda device: is_fast)
     dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
     y, a, b = through_reference(gemm, recipe, matrices(37, 100, 130, dtype), torch.bfloat16)

@@ -55,8 +55,8 @@ class FakeQuantized:
     outer: Tensor | None
     """Broadcasts against values: [1, 1] for tensor and NVFP4's second scale, one per row for row scales."""
     inner: Tensor | None = None
-    """float32 scales of groups of `INNER_GROUP` along the summed axis, which the values are still to be multiplied by; in
-    the matrix's own layout. None: values have them already."""
+    """float32 scales of groups of `INNER_GROUP` along the summed axis, which the values have not been multiplied by yet;
+    in the matrix's own layout. None: they have been."""
 
     def wide(self) -> Tensor:
         """The values in float32, without the outer scale."""
@@ -122,7 +122,7 @@ class QuantizedTensor:
         return self.matrix_of(self._values())
 
     def element_matrix(self) -> FakeQuantized:
-        """The same where scales of groups are not exact in bfloat16: the element's values, with those scales beside them."""
+        """The same of scalings that bfloat16 cannot hold: the element's values, with the scales beside them."""
         element = lookup_element(self.operand.element)
         values = decode(self.payload, element, self.shape[self.axis]).to(torch.bfloat16)
         return self.matrix_of(values, inner=self.scale_values())

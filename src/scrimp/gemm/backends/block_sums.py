@@ -1,4 +1,4 @@
-"""Products of operands with fp32 scales inside the summed axis: a product for each 128 numbers, scaled, added up in fp32.
+"""Products of operands with fp32 scales inside the summed axis: a product for each 128 numbers, scaled, summed in fp32.
 
 Problem  A value of `tile` (1 x 128) or `block` (128 x 128) scaling is an element's value times an fp32 number, which no
          bf16 number holds. The element's values alone are exact in bf16.
@@ -7,8 +7,8 @@ Method   With q the values of elements, s their scales, and B the groups of 128 
              y[m, n] = sum over B of  s_a[m, B] s_b[n, B]  sum over k in B of q_a[m, k] q_b[n, k]
 
          The inner sum is a bf16 product; all of them together have the FLOPs of one. The outer sum is fp32. So does
-         hardware (DeepSeek-V3, arXiv 2412.19437, section 3.3). Rows of the result are made in chunks that stay in a core's
-         cache while their products are added to them.
+         hardware (DeepSeek-V3, arXiv 2412.19437, section 3.3). Rows of the result are made in chunks, which bounds
+         memory and keeps sums near the core while products are added to them.
 Limits   A CPU rounds each product to bf16, which errors of independent signs make no worse than one rounding.
 Checked  tests/gemm/test_reference.py against float64, tests/gemm/test_numba_backend.py
 """
@@ -20,10 +20,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from scrimp.formats.grouping import PIECE_ELEMENTS, cut
+from scrimp.formats.grouping import cut
 from scrimp.formats.quantize import INNER_GROUP, FakeQuantized
 from scrimp.gemm.problem import AXES, COLUMNS, ROWS
 
+CHUNK_NUMBERS = {"cpu": 2**20, "cuda": 2**24}
+"""Numbers of a chunk: of fewer rows products are slow, of more rows sums leave the cache (CPU, measured)."""
 Adder = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]
 """Adds to a total [m, N] in float32 a product, times scales of its rows [m], then of its columns [N]."""
 Product = Callable[[Tensor, int, Tensor, int], Tensor]
@@ -46,7 +48,7 @@ def sum_of_blocks(
     (num_rows, summed), num_columns = left.shape, right.shape[0]
     of_rows, of_columns = scales_by_block(a, a_axis), scales_by_block(b, b_axis)
     found = values.new_empty(num_rows, num_columns, dtype=dtype)
-    limit = PIECE_ELEMENTS.get(values.device.type, PIECE_ELEMENTS["cuda"])
+    limit = CHUNK_NUMBERS.get(values.device.type, CHUNK_NUMBERS["cuda"])
     for rows in cut(num_rows, max(1, limit // max(1, num_columns))):
         total = values.new_zeros(rows.stop - rows.start, num_columns, dtype=torch.float32)
         for block in cut(summed, INNER_GROUP):
