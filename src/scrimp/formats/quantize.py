@@ -55,8 +55,8 @@ class FakeQuantized:
     outer: Tensor | None
     """Broadcasts against values: [1, 1] for tensor and NVFP4's second scale, one per row for row scales."""
     inner: Tensor | None = None
-    """float32 scales of groups of `INNER_GROUP` along the summed axis, which the values have not been multiplied by yet;
-    in the matrix's own layout. None: they have been."""
+    """float32 scales of groups of `INNER_GROUP` along the summed axis, which values have not been multiplied by yet; in
+    the matrix's own layout. None: they have been."""
 
     def wide(self) -> Tensor:
         """The values in float32, without the outer scale."""

@@ -48,7 +48,7 @@ def sum_of_blocks(
     (num_rows, summed), num_columns = left.shape, right.shape[0]
     of_rows, of_columns = scales_by_block(a, a_axis), scales_by_block(b, b_axis)
     found = values.new_empty(num_rows, num_columns, dtype=dtype)
-    limit = CHUNK_NUMBERS.get(values.device.type, CHUNK_NUMBERS["cuda"])
+    limit = CHUNK_NUMBERS["cpu" if values.device.type == "cpu" else "cuda"]
     for rows in cut(num_rows, max(1, limit // max(1, num_columns))):
         total = values.new_zeros(rows.stop - rows.start, num_columns, dtype=torch.float32)
         for block in cut(summed, INNER_GROUP):

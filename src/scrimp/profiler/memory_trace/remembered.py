@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from scrimp.formats import QuantizedTensor
+from scrimp.formats.quantize import INEXACT_IN_BF16
 from scrimp.gemm.backends import NumbaBackend
+from scrimp.gemm.backends.reference import ReferenceOperand
 from scrimp.gemm.problem import Shape, Use
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 
@@ -64,9 +66,14 @@ class RememberedBackend(NumbaBackend):
         return found
 
     def load(self, codes: QuantizedTensor) -> Any:
-        """As it is."""
+        """As it is; scales beside values are those of the codes, and no memory of their own."""
         key = ("load", tuple(codes.shape), codes.operand, codes.axis)
-        return self._remember(key, lambda: super(RememberedBackend, self).load(codes))
+        found = self._remember(key, lambda: _with_inner(super(RememberedBackend, self).load(codes), None))
+        has_inner = found.is_exact_in_bf16 and codes.operand.scaling in INEXACT_IN_BF16
+        if not has_inner:
+            return found
+        scales = codes.scale_values()
+        return _with_inner(found, scales if codes.axis % 2 else scales.T)
 
     def _remember(self, key: Hashable, run: Maker) -> Any:
         tracker = self.tracker
@@ -81,6 +88,11 @@ class RememberedBackend(NumbaBackend):
         extra, make = _KNOWN[key]
         tracker.touch(extra)
         return make()
+
+
+def _with_inner(operand: ReferenceOperand, scales: Tensor | None) -> ReferenceOperand:
+    """The same values with other scales beside them."""
+    return dataclasses.replace(operand, quantized=dataclasses.replace(operand.quantized, inner=scales))
 
 
 def _key(x: Tensor, use: Use) -> tuple[Hashable, ...]:
