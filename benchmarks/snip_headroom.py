@@ -1,13 +1,13 @@
 """Where does measuring pay? Predicted harm of plans by rules, over that of SNIP's plan, model by model.
 
-Question  A free rule (dgrad and wgrad in 4 bits, fprop protected from both ends inwards) trains as well as measured costs
-          where its guess is right. By SNIP's own costs, on which models and at which shares is it wrong, and by how much?
+Question  A free rule (dgrad and wgrad in 4 bits, fprop protected from both ends inwards) trains as well as measured
+          costs where its guess is right. By SNIP's own costs, on which models and at which shares is it wrong?
 Method    Models of `snip_rates` in a plain loop; at some steps `scrimp.measure` takes statistics of two batches. Each
           policy plans at each share of FLOPs in 4 bits, and each plan's cost V (eq. 8) is added up, as a share of V of
           everything in 4 bits.
-Limits    A prediction by the costs that SNIP minimizes: SNIP's plan is the lowest by construction. It says where a difference
-          is to be looked for by training, and, where the ratio is near 1, that there is none to be found.
-Run       python benchmarks/snip_headroom.py --models llama gpt2 qwen2 --blocks 4 12
+Limits    A prediction by the costs that SNIP minimizes: its plan is the lowest by construction. It says where a
+          difference is to be looked for by training, and, where the ratio is near 1, that there is none to be found.
+Run       python benchmarks/snip_headroom.py --models llama gpt2 qwen2 --blocks 4 12 --out rows.jsonl
 """
 
 from __future__ import annotations

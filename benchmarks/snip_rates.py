@@ -2,9 +2,10 @@
 
 Question  A plan weighs fprop, dgrad and wgrad of all layers against each other. Are the sizes that SNIP predicts right
           for each kind of GEMM, are they in the right order, and do errors of several GEMMs add up as variances?
-Method    A small model of transformers is trained in bf16 with torch's AdamW, in a loop that knows nothing of Scrimp. At
-          some steps `scrimp.measure` takes statistics of two batches. Then each GEMM alone runs in the format, on the
-          same batches and on later ones that the statistics have not seen, from unchanged weights and moments:
+Method    A small model of transformers is trained in bf16 with torch's AdamW, in a loop that knows nothing of Scrimp.
+          At some steps `scrimp.measure` takes statistics of two batches. Then each GEMM alone runs in the format, from
+          unchanged weights and moments: on the same batches (`same`), on later ones that the statistics have not seen
+          (`later`), and on the same ones with all else in fp32 (`exact`), where no other rounding is disturbed:
 
               update   root of the sum over matrices of (|change of AdamW's direction| / |W|)^2, rms over batches; the
                        direction is written down here, not taken from Scrimp
@@ -133,13 +134,14 @@ class Bench:
         found: dict[str, Any] = {}
         raw: dict[str, Any] = {}
         try:
-            for name, batches, self.compute in (
+            for name, batches, compute in (
                 ("same", self.here, "bf16"),
                 ("later", self.later, "bf16"),
                 ("exact", self.here, "fp32"),
             ):
                 if name not in self.parts:
                     continue
+                self.compute = compute
                 updates, losses = self.singles(planned, batches)
                 raw[name] = {"update": updates.tolist(), "loss": losses.tolist()}
                 found[name] = self.compared(updates, losses)
