@@ -148,7 +148,7 @@ def formats_first(question: Question, quality: Quality) -> Setting:
 
 
 def low_formats(model: ModelSizes, quality: Quality) -> list[Formats]:
-    """Of every block: products in 4 bits, those of most FLOPs first, until the share is used."""
+    """Formats of every block: products in 4 bits, those of most FLOPs first, until the share is used."""
     low = next(name for name in quality.formats if name != quality.base)
     taken: list[dict[str, str]] = [{} for _ in model.blocks]
     rest = quality.limit

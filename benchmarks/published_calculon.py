@@ -46,7 +46,7 @@ class Calculon:
         }
 
     def step_seconds(self, setting: Setting, shape: ModelShape) -> float | None:
-        """Of a setting of a model of this shape; None where Calculon cannot say it, or refuses it."""
+        """Seconds of a step of a setting and a model of this shape; None where Calculon cannot say or refuses it."""
         if not can_say(setting, shape):
             return None
         model = self._llm(self._llm.Application(application(setting, shape)), logging.getLogger("calculon"))

@@ -9,7 +9,7 @@ from test_published_scores import row
 
 
 def test_first_predictions_stand_beside_today_s() -> None:
-    """Of three rows one was refused at first: errors of 50 and 10 % then, of 10, 20 and 0 % today."""
+    """One of three rows was refused at first: errors of 50 and 10 % then, of 10, 20 and 0 % today."""
     own = [
         dataclasses.replace(row(100.0, 110.0, peak=9.0), first=150.0),
         dataclasses.replace(row(100.0, 80.0), first=90.0, fitted_first=False),

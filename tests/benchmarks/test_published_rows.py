@@ -323,7 +323,7 @@ def test_flops_a_token_are_those_of_bloom_s_hardware_teraflops() -> None:
 
 
 def test_flops_a_token_are_those_of_the_utilisation_of_fms() -> None:
-    """Of 34B and 70B what it prints is 6 % less on both cards, by a count of its own."""
+    """For 34B and 70B fms prints 6 % less on both cards, by a count of its own."""
     for row in ROWS:
         if row["group"] == "fms-fsdp" and row["setting"]["model"] in ("llama-2-7b", "llama-2-13b"):
             peak = 312e12 if "a100" in row["setting"]["hardware"] else 989.4e12

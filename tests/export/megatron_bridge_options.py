@@ -24,7 +24,7 @@ KEYS = {
     "optimizer.optimizer_cpu_offload",
     "optimizer.optimizer_offload_fraction",
 }
-"""Of DistributedDataParallelConfig, TransformerConfig and OptimizerConfig."""
+"""Fields of DistributedDataParallelConfig, TransformerConfig and OptimizerConfig that an export may override."""
 
 
 def _bool(text: str) -> bool:

@@ -65,7 +65,7 @@ class CompileConfig:
 
 @dataclass(kw_only=True, slots=True)
 class Policy:
-    """Of activation checkpointing."""
+    """A policy of activation checkpointing."""
 
     name: str
 

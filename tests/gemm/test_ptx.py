@@ -72,7 +72,7 @@ def on_ptx(launching: Launchers) -> PtxLauncher:
 
 
 def matrices(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-    """Of finite numbers, and where there is room with a few others."""
+    """A matrix of finite numbers and, where there is room, one with a few others."""
     if min(shape) == 1:
         return [torch.linspace(-3, 9, max(shape)).view(shape).to(dtype)]
     found = [matrix(*shape, dtype)]

@@ -125,7 +125,7 @@ def _linears(*names: str) -> list[Any]:
 def test_bytes_of_the_loss_for_each_logit_are_those_of_the_prediction(
     dtype: torch.dtype, predicted: float
 ) -> None:
-    """Of two widths, so that what the weight takes falls out."""
+    """Two widths are counted, so that what the weight takes falls out."""
 
     def moved(width: int) -> float:
         hidden = torch.randn(64, width).to(dtype).requires_grad_()

@@ -25,7 +25,7 @@ MOST = 30
 
 @cache
 def bound(number: int, pairs: int) -> float:
-    """Of |t| in the look after so many others."""
+    """Bound of |t| in the look after so many others."""
     return t_quantile(0.5 + confidence_of(0.95, number) / 2, pairs - 1)
 
 

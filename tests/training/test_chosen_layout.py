@@ -145,7 +145,7 @@ def test_a_run_without_a_layout_trains_keeps_its_layout_and_has_the_losses_of_on
 
 
 MEMORY = {"little": 550 * 2**10, "much": 2**33}
-"""Of a rank, as the search is told."""
+"""Bytes of device memory of a rank, as the search is told."""
 BUDGETS = {"little": "8MiB", "much": "1000KiB"}
 """As there is."""
 

@@ -44,7 +44,7 @@ class PredictedStep:
     seconds: Mapping[str, float]
     """By cause: compute, communication_exposed, bubble, optimizer, other."""
     peak_bytes: tuple[Mapping[str, float], ...]
-    """Of each rank of the pipeline, by category."""
+    """Peak bytes of each rank of the pipeline, by category."""
 
     @property
     def step_seconds_today(self) -> float:

@@ -55,11 +55,11 @@ from scrimp.training.start import anchored
 from scrimp.training.trained_weights import architecture_of_weights
 
 STEPS: Final = 12
-"""Of a trial at full fidelity."""
+"""Steps of a trial at full fidelity."""
 _AGAIN: Final = {"keep": NONE, "norms": SELECTIVE, "block": FULL}
 _AXES: Final = ("pp", "dp", "fsdp", "tp")
 _ROOM: Final = 1.25
-"""Of what the device has: settings that are predicted to need more are not tried."""
+"""Limit as a share of the device's memory: settings that are predicted to need more are not tried."""
 _LINK: Final = {"cpu": (1.5e9, 1e-3), "cuda": (2e10, 3e-5)}
 """Bytes per second and seconds of a message between ranks, which one process cannot measure: as gloo and NCCL over PCIe
 have them."""

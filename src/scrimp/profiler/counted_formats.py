@@ -57,7 +57,7 @@ class Quantized:
 
 
 def count_formats(recipe: str, *, units: bool) -> dict[str, Quantized]:
-    """Of the three products of a layer in a recipe.
+    """What the three products of a layer each take beside themselves in a recipe.
 
     Args:
         units: whether the device multiplies numbers of the recipe's.
@@ -74,7 +74,7 @@ def count_formats(recipe: str, *, units: bool) -> dict[str, Quantized]:
 
 
 def _count_layer(recipe: str, size: tuple[int, int, int], *, units: bool) -> list[Work]:
-    """Of the three products."""
+    """Work of fprop, dgrad and wgrad, without the products' own launches."""
     tokens, inputs, outputs = size
     device = torch.device("cuda")
 

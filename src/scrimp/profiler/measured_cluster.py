@@ -56,14 +56,14 @@ from scrimp.timing import best, now
 
 WINDOW_S = 0.04
 ALONE_S = 0.01
-"""Of the best of at least three calls, where nothing is shared."""
+"""Seconds for which a call is repeated where nothing is shared, at least three times; the best call counts."""
 SIZE = {"cpu": 384, "cuda": 4096}
 """Rows and columns of products."""
 STREAM_BYTES = {"cpu": 2**25, "cuda": 2**28}
 GATHERED_BYTES = {"cpu": 2**23, "cuda": 2**26}
-"""Of a large collective, whole."""
+"""Bytes of a whole large collective."""
 SMALL_BYTES, SMALL_TIMES, LARGE_TIMES = 4096, 16, 8
-"""Of each rank in a small one; how often each is called."""
+"""Bytes of each rank in a small collective; calls of a small and of a large one."""
 HEADS, HEAD_SIZE, KEYS = 4, 64, 512
 EAGER = {"cpu": 2.0, "cuda": 3.2}
 """Bytes that operators one by one move for one that must be. On CUDA counted (`counted_step`); a CPU has
@@ -92,7 +92,7 @@ class RankRates:
     link: float = 1e12
     """Bytes that a rank sends in a large all-gather."""
     latency_seconds: float = 1e-6
-    """Of a small collective, for each other rank."""
+    """Seconds that a small collective takes for each other rank."""
     reduces: float = 1.0
     """Seconds of a large reduce-scatter for one of an all-gather."""
     adds: float = 2.0

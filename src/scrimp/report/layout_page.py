@@ -42,7 +42,7 @@ class LayoutPage:
     answer: Mapping[str, Any]
     """As JSON has it; with `what_if` where that was asked."""
     passes: Sequence[PlayedPass]
-    """Of the best plan."""
+    """Passes of the best plan."""
     shown_micro_batches: int
     """That `passes` has."""
     micro_batches: int

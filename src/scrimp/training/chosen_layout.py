@@ -83,7 +83,7 @@ class RanksHere:
     name: str
     memory_bytes: int
     host_bytes: int = 0
-    """Of each rank, for what a step may send to the host."""
+    """Bytes of host memory that each rank has for what a step may send there."""
     upload: float = 0.0
     """Bytes per second to and from there."""
 

@@ -78,13 +78,13 @@ class FirstSteps:
     """What the first steps of a start measured."""
 
     seconds: float
-    """Of a step, of the slowest rank."""
+    """Seconds of one step on the slowest rank."""
     exchange_seconds: float | None
     """Those in exchanges, the mean of the ranks; None: not known."""
     peaks: Sequence[int | None]
     """Bytes on the device, by rank."""
     calls: Sequence[Collective]
-    """Of rank 0 in one step."""
+    """Collectives that rank 0 calls in one step."""
 
 
 def prediction_of(decisions: Decisions, here: RanksHere) -> Prediction | None:
@@ -242,7 +242,7 @@ def better_layout(decisions: Decisions, here: RanksHere) -> ChosenLayout | None:
 
 
 def saved_seconds(found: ChosenLayout) -> float:
-    """Of each step in another layout; none where this one, which runs, is not predicted to fit."""
+    """Seconds that another layout saves in each step; 0 where this one, which runs, is not predicted to fit."""
     return 0.0 if found.before is None else found.before.seconds - found.best.seconds
 
 

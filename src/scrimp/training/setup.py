@@ -81,7 +81,7 @@ class Decisions:
     here: RanksHere | None = None
     """What the ranks were measured to reach, where their layout was open."""
     planned_seconds: float | None = None
-    """Of a step, as the saved plan predicts it that the run trains by."""
+    """Seconds of a step, as predicted by the saved plan that the run trains by."""
     given: frozenset[str] = frozenset()
     """Dotted keys that the user wrote."""
 

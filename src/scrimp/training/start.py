@@ -72,7 +72,7 @@ class Start:
     record: RunRecord | None = None
     """What run.json says or, where it was lost, has to say; None of a run that has none yet."""
     source: Checkpoint | None = None
-    """Of another run, whose weights and optimizer's states a new one begins with (`optimizer.from_weights`)."""
+    """Checkpoint of another run; a new one begins with its weights and optimizer states (`optimizer.from_weights`)."""
     room: HostRoom | None = None
     """Host memory that was taken for the plan, where it needs any."""
     given: frozenset[str] = frozenset()

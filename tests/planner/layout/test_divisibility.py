@@ -15,7 +15,7 @@ from scrimp.planner.layout.search import search
 from scrimp.planner.layout.setting import Offload
 
 SEARCHED_IF_GIVEN = ("zero", "fsdp", "dp", "etp", "virtual")
-"""Of which a search tries more values where they are given."""
+"""Degrees of which a search tries more values where they are given."""
 UNEVEN = dataclasses.replace(LLAMA_8B, layers=6, heads=12, kv_heads=4, width=1536)
 
 

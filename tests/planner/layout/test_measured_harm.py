@@ -41,7 +41,7 @@ def asked(formats: FormatBudget) -> Question:
 
 
 def fastest(formats: FormatBudget) -> Candidate:
-    """Of a few layouts, with a pipeline and without."""
+    """The fastest of a few layouts, with a pipeline and without."""
     return search(
         dataclasses.replace(asked(formats), given={"micro_batch": 4, "tp": 1, "cp": 1, "virtual": 1}),
         has_families=False,
@@ -86,7 +86,7 @@ def test_more_harm_is_faster_and_is_kept() -> None:
 
 
 def test_sensitive_products_keep_their_format() -> None:
-    """Of two halves of a model, one a thousand times as sensitive, the other goes to 4 bits."""
+    """One half of the model is a thousand times as sensitive: the other half goes to 4 bits."""
     layers, half = len(STATISTICS.layers), len(STATISTICS.layers) // 2
     flat = profile(STATISTICS.layers, shapes=SHAPES)
     ones = {name: np.ones_like(getattr(flat.batches[0], name)) for name in ("x", "w", "y", "g", "gx", "gw")}

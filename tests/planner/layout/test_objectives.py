@@ -117,7 +117,7 @@ def test_the_smallest_cluster_is_the_first_in_time(wanted: int) -> None:
 
 
 def test_sizes_between_two_are_tried_until_none_is_left() -> None:
-    """Of 32 to 48 nodes every second one is tried at first: the smallest in time may lie beside those."""
+    """Every second size from 32 to 48 nodes is tried first: the smallest in time may lie beside those."""
     asked = question(SMALL, "h100", global_batch=8 * 33 * 34)
     tokens = 1e12
     exact = dataclasses.replace(asked, cluster=resized(asked.cluster, 33, 8))

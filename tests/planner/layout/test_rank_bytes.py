@@ -140,7 +140,7 @@ def test_an_update_may_need_most() -> None:
 
 
 def test_an_allocator_without_growing_segments_loses_more_between_the_passes_of_a_pipeline() -> None:
-    """Of what is allocated once it loses nothing, nor where passes free in the reverse order."""
+    """It loses nothing of what is allocated once, nor where passes free in the reverse order."""
     for pp, share in ((1, 0.03), (2, 0.15)):
         one = setting(of="aa-scaling", pp=pp, dp=8 // pp, fsdp=1, zero=1)
         for peak in peak_bytes(one):
@@ -152,7 +152,7 @@ def test_an_allocator_without_growing_segments_loses_more_between_the_passes_of_
 
 
 def test_norms_in_float32_keep_their_input_in_four_bytes() -> None:
-    """Of two norms, a number each: the other half of the input, and what is normed before its weight."""
+    """Two norms each keep more for a number: the other half of the input, and what is normed before its weight."""
     fused, apart = (setting(of=of, dp=8, fsdp=1, zero=1) for of in ("aa-scaling", "aa-scaling-unfused"))
     block = LLAMA_8B.sizes.blocks[0]
     more = kept_bytes(block, apart) - kept_bytes(block, fused)

@@ -23,7 +23,7 @@ from scrimp.planner.layout.stage_memory import peak_bytes
 from scrimp.planner.layout.tuning import Failure, Option, Outcome, Tuned, tune
 
 SHARE = 0.15
-"""Of brute force's trials."""
+"""Share of brute force's trials that tuning may take."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ def planned(one: Setting, *plans: BlockPlan) -> Setting:
 
 
 def most_bytes(one: Setting) -> float:
-    """Of the fullest rank."""
+    """Peak bytes of the fullest rank."""
     return max(rank.total for rank in peak_bytes(one))
 
 
@@ -81,8 +81,8 @@ def every(one: Setting, wanted: Quality | None) -> Iterator[Setting]:
 
 
 def seconds_of(one: Setting) -> float:
-    """Of a step, with as much of what is reduced once hidden as can be: what of it the last passes hide is not known
-    where blocks are decided (`block_choices`)."""
+    """Seconds of a step that hides as much as can be of what is reduced once: how much of it the last passes hide is
+    not known where blocks are decided (`block_choices`)."""
     return predict(one).least
 
 

@@ -60,10 +60,10 @@ _TRIES, _ROUNDS = 3, 2
 _FEW = 20_000
 """Plans of all ranks' blocks, up to which all are looked at."""
 _CELLS = 128
-"""Of all harm: how finely it is shared out between stages."""
+"""Cells that all harm is split into: how finely it is shared out between stages."""
 _ROUND = 1e-9
 HOST_SHARE = 0.9
-"""Of host memory, what the system and the program itself leave: an estimate."""
+"""Share of host memory that the system and the program itself leave: an estimate."""
 
 
 def leanest(setting: Setting, formats: Formats = (), outside: Sequence[Outside] | None = None) -> Setting:

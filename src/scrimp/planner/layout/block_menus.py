@@ -38,7 +38,7 @@ Array = NDArray[np.float64]
 Formats = tuple[tuple[str, str], ...]
 Harms = tuple[tuple[tuple[str, str], float], ...]
 Harm = Callable[[int, str, str, str], float]
-"""Of a block, a linear layer in it, one of its products and a recipe."""
+"""Harm of a product in a recipe, by block number, linear layer, product and recipe."""
 _PROFILES = 6
 
 
@@ -73,7 +73,7 @@ class Quality:
         )
 
     def harms(self, setting: Setting, number: int) -> Harms:
-        """Of a block: each product, as mlp.down.wgrad, in each recipe, with its harm."""
+        """Harm of each product of a block, as mlp.down.wgrad, in each recipe."""
         if number not in self._harms:
             self._harms[number] = tuple(
                 ((f"{linear.name}.{gemm}", recipe), self.harm(number, linear.name, gemm, recipe))
@@ -282,9 +282,9 @@ class _Moves:
     saved: Array
     """[M] seconds of both passes."""
     names: list[str]
-    """Of the products."""
+    """Names of the products, as mlp.down.wgrad."""
     seconds: Callable[[Sets], Array]
-    """Of sets."""
+    """[S] seconds of both passes in [S, L, G] sets of recipes."""
 
     @classmethod
     def of(cls, setting: Setting, quality: Quality, number: int, plan: BlockPlan) -> _Moves:
@@ -373,7 +373,7 @@ def _seconds(
 
 
 def _menus(setting: Setting, quality: Quality | None, numbers: Sequence[int]) -> list[Menu]:
-    """Of blocks that are equal but for their harm."""
+    """Menus of blocks that are equal but for their harm, one for each block."""
     block = setting.model.blocks[numbers[0]]
     whole = (False, True) if setting.shares_weights and setting.layout.zero == 3 else (False,)
     standing = standing_bytes(setting, block)

@@ -57,7 +57,7 @@ _PARTS_BYTES = 1.0
 """Read for each byte that is reduced in pieces, to add up the parts of all ranks (stacked_partials in
 torch/distributed/_symmetric_memory, _fused_matmul_reduce_scatter)."""
 RING_GRADIENT_BYTES = 4.0
-"""Of a number of the gradients that go round a ring with keys and values."""
+"""Bytes for each number of the gradients that go round a ring with keys and values: float32."""
 _BIAS_BYTES = {True: (12.0, 12.0), False: (28.0, 40.0)}
 """For each number that experts give where biases are added apart; True: tokens travel by NCCL, with their router's
 shares in bf16, else in float32 (`moe_router_dtype`; DeepEP and HybridEP take no other). Forward: bias by share is
@@ -72,7 +72,7 @@ _ROTATION_BYTES = (20.0, 24.0)
 (apply_rotary_pos_emb, mscale): products with cosine and sine (8), half negated (2), joined (4), added (6), joined
 (4), less 4; backward the same and what three uses add up."""
 _SCALE_BYTES = {"fp8": 4 / 128, "mxfp8": 1 / 32, "nvfp4": 1 / 16}
-"""Of scales that lie along rows, for each number."""
+"""Bytes of scales that lie along rows, for each number, by recipe."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ def exposed(compute: float, exchange: float, window: float, hidden: float) -> Pa
 
 
 def smaller(one: Any, other: Any) -> Any:
-    """Of two numbers, or of arrays each pair's."""
+    """The smaller of two numbers, or of each pair in two arrays."""
     return min(one, other) if isinstance(one, float) and isinstance(other, float) else np.minimum(one, other)
 
 

@@ -16,7 +16,7 @@ from scrimp.errors import PlanError
 from scrimp.planner.hardware import Cluster, NodeGroup
 
 MOST_DEVICES = 2**15
-"""Of clusters that are tried."""
+"""Most devices of a cluster that is tried."""
 _BETWEEN = 8
 _NEAR = 64
 """Sizes below and above that are tried for the nearest one."""

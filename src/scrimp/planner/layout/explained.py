@@ -57,7 +57,7 @@ class Beside:
 
     @property
     def more(self) -> float:
-        """Of the other one."""
+        """By how much the other plan's number exceeds the best plan's."""
         return self.other - self.best
 
 

@@ -37,7 +37,7 @@ class FormatBudget:
         return max(self.names, key=lambda name: RECIPES[name].bits)
 
     def quality(self, model: ModelSizes) -> Quality:
-        """Of one model.
+        """What low precision may spoil in one model.
 
         Raises:
             PlanError: the statistics do not belong to it, or the budget cannot be kept.

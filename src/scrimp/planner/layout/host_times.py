@@ -96,7 +96,7 @@ def other_ops(block: BlockSpec, setting: Setting) -> float:
 
 
 def matrices(linear: LinearSpec, setting: Setting) -> int:
-    """Of the layer, on this rank."""
+    """How many weight matrices of the layer this rank holds."""
     return linear.experts // setting.layout.ep if linear.experts > 1 else 1
 
 

@@ -52,8 +52,8 @@ _PLAYED = 6
 
 Array = NDArray[np.float64]
 Program = tuple[list[int], list[int], list[bool], list[int]]
-"""Of each pass: the number of its rank's pass before it, of the pass whose result it reads, whether that is sent, and
-where its seconds are."""
+"""For each pass: the number of its rank's pass before it, that of the pass whose result it reads, whether that result
+is sent, and where its seconds are."""
 
 
 @dataclass(frozen=True)

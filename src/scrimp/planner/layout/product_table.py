@@ -38,7 +38,7 @@ Sets = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class ProductTable:
-    """Of one block, where it runs."""
+    """Seconds and host operations of one block's products in each recipe, where the block runs."""
 
     seconds: Array
     """[L, G, R]"""

@@ -81,7 +81,7 @@ class Setting:
     sequence_parallel: bool = True
     """Ranks of tp share the tokens between layers."""
     rank: int | None = None
-    """Of the pipeline, whose devices are meant; None: all of them."""
+    """Rank of the pipeline whose devices are meant; None: all devices."""
 
     def __post_init__(self) -> None:
         layout, devices = self.layout, self.cluster.devices
@@ -120,7 +120,7 @@ class Setting:
 
     @property
     def memory_bytes(self) -> int:
-        """Of each of the devices that are meant; of several kinds the least."""
+        """Bytes of memory of each device that is meant; of several kinds the least."""
         return min(self.cluster.groups[one].node.device.memory_bytes for one in self.places)
 
     @cached_property
@@ -240,5 +240,5 @@ def _groups(layout: ResolvedLayout, node: int, inside: Link, outside: Link) -> M
 
 
 def _expert_shards(layout: ResolvedLayout, shards: int) -> int:
-    """Of so many ranks that share dense weights, those that share an expert."""
+    """How many ranks share an expert where so many share dense weights; at least 1."""
     return max(1, shards * layout.tp // (layout.ep * layout.etp))

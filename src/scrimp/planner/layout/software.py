@@ -28,7 +28,7 @@ _FOLDER = Path(__file__).parent / "softwares"
 Shares = tuple[tuple[str, float], ...]
 """Parts of a block's activations with a share of each."""
 Made = tuple[tuple[float, float, float, float], ...]
-"""Of fprop, dgrad and wgrad each: launches, and bytes for each number of the layer's input, output and weight."""
+"""For fprop, dgrad and wgrad: launches, and bytes for each number of the layer's input, output and weight."""
 EMULATED = "-emulated"
 
 

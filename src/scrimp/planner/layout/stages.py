@@ -134,7 +134,7 @@ class Numbers:
 
     dense: float
     routed: float
-    """Of routed experts, which fewer ranks share: those that have the same ones."""
+    """Parameters of routed experts, which fewer ranks share: those that have the same ones."""
 
     @property
     def total(self) -> float:

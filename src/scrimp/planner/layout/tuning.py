@@ -59,9 +59,9 @@ class Option:
     factors: Mapping[str, int | str]
     """What makes it differ from others; numbers count by their logarithms, and are positive."""
     seconds: float
-    """Of a step."""
+    """Predicted seconds of a step."""
     bytes: float
-    """Of the device that needs most."""
+    """Predicted bytes on the device that needs most."""
     causes: Mapping[str, float] = field(default_factory=dict)
     """The seconds by cause."""
     alike: Hashable = None
@@ -90,9 +90,9 @@ class Tuned:
     trials: tuple[Trial, ...]
     """In their order."""
     seconds: tuple[float, ...]
-    """Of every setting of the list: measured, or by the corrected model."""
+    """Seconds of a step in every setting of the list: measured, or by the corrected model."""
     importance: Mapping[str, float]
-    """Of each factor, the largest first."""
+    """Each factor's share of the variance of log seconds, the largest first."""
 
     @property
     def cost(self) -> float:
@@ -222,7 +222,7 @@ def _columns(options: Sequence[Option]) -> Any:
 
 
 def _importance(options: Sequence[Option], seconds: Any, out: Collection[int]) -> dict[str, float]:
-    """Of each factor the share of the variance that lies between its values."""
+    """Share of the variance of log seconds that lies between each factor's values, the largest first."""
     kept = [number for number in range(len(options)) if number not in out]
     logs = {number: math.log(seconds[number]) for number in kept}
     whole = float(np.var(list(logs.values()))) if kept else 0.0

@@ -174,12 +174,12 @@ class _Needs:
 
     @cached_property
     def least(self) -> float:
-        """Of both passes, of the most frugal choice."""
+        """Least bytes that both passes fit into: those of the most frugal choice."""
         return float(np.maximum(self.forward, self.backward).min())
 
     @cached_property
     def most(self) -> tuple[float, float]:
-        """Of each pass, of any choice."""
+        """Most bytes that the forward and the backward pass take, each of any choice."""
         return float(self.forward.max()), float(self.backward.max())
 
 

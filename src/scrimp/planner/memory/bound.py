@@ -138,7 +138,7 @@ def least_passes(costs: StepCosts) -> float:
 
 
 def least_seconds(costs: StepCosts, setup: Setup) -> float:
-    """Of a step, wherever its states and activations are: what its blocks and ends compute."""
+    """Least seconds of a step, wherever its states and activations are: what its blocks and ends compute."""
     return setup.micro_batches * (least_passes(costs) + costs.ends.seconds)
 
 

@@ -56,7 +56,7 @@ def _broadcast(shapes: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _elements(*values: Any, dtype: torch.dtype | None = None) -> Tensor | None:
-    """Of tensors that lie alike, and of numbers, in the first one's type."""
+    """Elementwise result of tensors that lie alike, and of numbers, in `dtype` or the first tensor's type."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     first = tensors[0]
     dtype = dtype or first.dtype
@@ -114,7 +114,7 @@ def _out(
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor | None:
-    """Of matrices, or of a matrix and a vector."""
+    """Product of two matrices, or of a matrix and a vector."""
     return _new((*left.shape[:-1], *right.shape[left.dim() - 1 :]), left.dtype)
 
 

@@ -83,7 +83,7 @@ class SimulatedRank:
     """What was counted of one rank of a pipeline."""
 
     rank: int
-    """Of the pipeline."""
+    """Number of the rank in the pipeline."""
     categories: dict[str, int]
     """Bytes when most lived, by what they were for."""
     most: dict[str, int]
