@@ -29,7 +29,7 @@ CHUNK_NUMBERS = {"cpu": 2**20, "cuda": 2**24}
 Adder = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]
 """Adds to a total [m, N] in float32 a product, times scales of its rows [m], then of its columns [N]."""
 Product = Callable[[Tensor, int, Tensor, int], Tensor]
-"""Of two matrices, each with the axis that it is summed over."""
+"""Multiplies two matrices; with each comes the axis that it is summed over."""
 
 
 def sum_of_blocks(
