@@ -11,7 +11,7 @@ from profiles import profile
 from scrimp.config.snip import ORDERED
 from scrimp.planner.precision import Budget, Question, choose, harm_of
 from scrimp.planner.precision.choose import is_within
-from scrimp.planner.precision.stability import WORTH, certainty, settle, switching_costs
+from scrimp.planner.precision.stability import RULE, WORTH, certainty, settle, switching_costs
 
 FORMATS = ("fp8", "nvfp4")
 HALF = Budget(fp4_flops=0.5)
@@ -65,11 +65,31 @@ def test_leaving_a_format_costs_what_its_difference_spreads_over_batches() -> No
     np.testing.assert_allclose(found[:, :, 1], by_hand)
 
 
-def test_the_first_plan_is_taken_as_it_is() -> None:
-    asked = question()
+@pytest.mark.parametrize(("seed", "policy"), [(0, "snip"), (6, "snip"), (11, RULE)])
+def test_the_first_plan_leaves_the_rule_where_that_is_worth_it(seed: int, policy: str) -> None:
+    asked = question(batches=1, seed=seed)
+    rule, best = (choose(dataclasses.replace(asked, policy=name)) for name in (RULE, "snip"))
+    assert (harm_of(best.costs, best.formats) < (1 - WORTH) * harm_of(best.costs, rule.formats)) == (
+        policy == "snip"
+    )
     found, reason = settle(asked)
-    assert reason == "first plan"
-    np.testing.assert_array_equal(found.formats, choose(asked).formats)
+    expected = best if policy == "snip" else rule
+    np.testing.assert_array_equal(found.formats, expected.formats)
+    assert found.fp4_flops == pytest.approx(expected.fp4_flops)
+    assert reason.startswith("first plan: that of" if policy == RULE else "first plan: ")
+    assert RULE in reason
+
+
+def test_where_the_rule_says_nothing_the_first_plan_is_the_solvers() -> None:
+    for changes in (
+        {"policy": "snip-layer"},
+        {"budget": Budget(divergence=0.5)},
+        {"together": [(name,) * 3 for name in FORMATS]},
+    ):
+        asked = question(**changes)
+        found, reason = settle(asked)
+        assert reason == "first plan"
+        np.testing.assert_array_equal(found.formats, choose(asked).formats)
 
 
 def test_a_plan_that_is_hardly_better_is_not_taken() -> None:

@@ -65,4 +65,5 @@ def test_what_a_rule_fixes_is_not_said_to_stay() -> None:
 
 def test_of_finite_statistics_nothing_is_said() -> None:
     plan = make_plan(Question(spoiled(), Budget(fp4_flops=0.5)))
-    assert (plan.reason, plan.solver["note"]) == ("first plan", "")
+    assert "not finite" not in plan.reason
+    assert plan.solver["note"] == ""

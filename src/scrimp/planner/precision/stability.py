@@ -9,6 +9,9 @@ Statistics are of a few batches; another few would give other costs. Three answe
     hysteresis   the whole plan changes only if the old one, re-scored, costs `WORTH` more than the new one, or no
                  longer keeps its budget
 
+Start    Of the first plan the old one is that of `RULE`, which needs no statistics and trains as well where they have
+         little to add (docs/snip.md): measured costs must be worth leaving it. Budgets that the rule does not know, and
+         layers whose GEMMs go together, have no such start.
 Checked  tests/planner/precision/test_stability.py
 """
 
@@ -20,11 +23,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scrimp.config.snip import keeps_budget
-from scrimp.planner.precision.choose import Choice, Question, choose, harm_of, is_solved, is_within
+from scrimp.planner.precision.choose import (
+    Choice,
+    Question,
+    choose,
+    harm_of,
+    is_solved,
+    is_within,
+    share_in_4_bits,
+)
 from scrimp.planner.precision.policies import costs_of, is_per_gemm
 from scrimp.precision import GEMMS
 
 Array = NDArray[np.float64]
+RULE = "backward-first"
 WORTH = 0.05
 DOUBT = 1.0
 DRAWS = 16
@@ -67,22 +79,45 @@ def switching_costs(question: Question) -> Array | None:
 
 def settle(question: Question) -> tuple[Choice, str]:
     """The choice to go on with, and why it is the new or the old one."""
-    current = question.current
     if not is_solved(question):
         without = "" if keeps_budget(question.policy) else ", which keeps no budget"
         return choose(question), f"policy {question.policy}{without}"
+    if question.current is not None:
+        choice, changed, why = _instead_of_current(question)
+        if changed:
+            return choice, f"{changed} GEMMs changed: the old plan {why}"
+        return choice, f"kept: {why}" if why else "the same plan again"
+    rule = _by_rule(question)
+    if rule is None:
+        return choose(question), "first plan"
+    choice, changed, why = _instead_of_current(replace(question, current=rule))
+    if changed:
+        return choice, f"first plan: {changed} GEMMs differ from {RULE}, which {why}"
+    return choice, f"first plan: that of {RULE}" + (f"; {why}" if why else "")
+
+
+def _by_rule(question: Question) -> NDArray[np.int64] | None:
+    """[L, 3], where the first plan starts from; None where the rule has no plan."""
+    if question.policy != "snip" or question.budget.fp4_flops is None or question.together is not None:
+        return None
+    return choose(replace(question, policy=RULE)).formats
+
+
+def _instead_of_current(question: Question) -> tuple[Choice, int, str]:
+    """The choice to go on with, how many GEMMs it changes, and why; "" where nothing else was found."""
+    current = question.current
+    assert current is not None
     choice = choose(replace(question, switching=switching_costs(question)))
-    if current is None:
-        return choice, "first plan"
     changed = int((choice.formats != current).sum())
     if not changed:
-        return choice, "the same plan again"
-    if choice.solution is None or not is_within(question, current):
-        return choice, f"{changed} GEMMs changed: the old plan no longer keeps the budget"
+        return choice, 0, ""
+    if not is_within(question, current):
+        return choice, changed, "no longer keeps the budget"
     before, after = harm_of(choice.costs, current), harm_of(choice.costs, choice.formats)
     gain = (before - after) / before if before > 0 else 0.0
     if gain < WORTH:
-        kept = replace(choice, formats=current)
-        return kept, f"kept: a new plan would cost {gain:.1%} less, under {WORTH:.0%}"
+        share = share_in_4_bits(question.profile, current)
+        kept = replace(choice, formats=current, fp4_flops=share)
+        return kept, 0, f"a new plan would cost {gain:.1%} less, under {WORTH:.0%}"
     more = f"{before / after - 1:.0%} more" if after > 0 else "more than nothing"
-    return choice, f"{changed} GEMMs changed: the old plan costs {more}"
+    return choice, changed, f"costs {more}"
