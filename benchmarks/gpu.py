@@ -17,7 +17,8 @@ llmq      llmq.py: LLMQ's own speed on this card and Scrimp's, Qwen2.5-7B, by th
           smallest card that trains it; llmq-card by those for an H100, and Scrimp with all of the card.
 phases    phases.py: the allocator's cache between generation and training.
 snip      Formats chosen while training: the tests of GEMM times, a run that plans by a share of FLOPs and one that
-          plans by a speed-up, then snip_study.py at 60M: predicted against measured damage, and the cost of measuring.
+          plans by a speed-up; then what measuring costs at 60M, and first pairs of the study snip_60m.toml, which goes
+          on where it stopped with every call.
 step      planned_step.py, then step.py with both sides compiled, at sizes from 60M to 0.5B.
 Run       python benchmarks/gpu.py --part checks       # results under benchmarks/results/, after every check
           python benchmarks/gpu.py                     # all parts, one after the other
@@ -29,6 +30,7 @@ held, and says so. Full logs lie beside the results.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import re
@@ -47,7 +49,7 @@ from typing import Any
 
 import torch
 from environment import RESULTS, facts, write_pair
-from gpu_session import Outcome, Session, SkippedError, python
+from gpu_session import Outcome, OverLimitError, Session, SkippedError, python
 from rich.console import Console
 from rich.table import Table
 
@@ -313,6 +315,20 @@ def check_planned_run(name: str, budget: tuple[str, ...], session: Session) -> O
     return f"snip by {name}", bool(plans) and by_step[1] - last_loss(by_step) > 1.0, figure
 
 
+def check_study(session: Session) -> Outcome:
+    """Runs of the study at 60M, as many as the time suffices for; the next call goes on after them."""
+    folder = session.out / "snip-60m"
+    with contextlib.suppress(OverLimitError):  # rows are written run by run
+        session.command(*python("-m", "scrimp", "study", "benchmarks/snip_60m.toml", "--out", str(folder)))
+    rows = (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+    failed = [row["variant"] for row in map(json.loads, rows) if row["error"]]
+    return (
+        "study snip_60m",
+        bool(rows) and not failed,
+        f"{len(rows)} runs; failed: {', '.join(failed) or 'none'}",
+    )
+
+
 # -- measurements ------------------------------------------------------------------------------
 
 
@@ -337,18 +353,7 @@ ENDS_BY_ITSELF = {"gemm.py": 90, "memory.py": 30, "phases.py": 30, "llmq.py": 24
 """Scripts that take a budget, and the seconds that they need beside it."""
 ON_CUDA = ("--device", "cuda")
 PLANNED = (*ON_CUDA, "--compile", "--preset", "llama-300m", "--sequence", "2048", "--micro-batch", "8")
-STUDY = (
-    "--preset",
-    "llama-60m",
-    "--seeds",
-    "0",
-    "--phases",
-    "150",
-    "--trunk-steps",
-    "150",
-    "--work",
-    "runs/snip-gpu",
-)
+COST = ("--preset", "llama-60m", "--sequence", "1024", "--batch-tokens", "65536")
 STEP = (*ON_CUDA, "--compile", "--precision", "bf16", "--sizes", *SIZES)
 
 
@@ -409,7 +414,8 @@ PARTS: dict[str, tuple[Check, ...]] = {
             partial(check_planned_run, "share", ("--budget.fp4-flops=0.75",)),
             partial(check_planned_run, "speedup", ("--snip.formats=bf16,fp8", "--budget.speedup=1.05")),
         ),
-        *limited(WHOLE, of_script("snip_study.py", "trunk", "damage", "overhead", "report", *STUDY)),
+        *limited(150, of_script("snip_cost.py", *COST)),
+        *limited(WHOLE, check_study),
     ),
     "step": (
         *limited(240, of_script("planned_step.py", *PLANNED)),

@@ -11,7 +11,7 @@ from models import MlpModel, batch, decoder, linear_names, losses
 from torch import Tensor, nn
 
 from scrimp.statistics import Structure, find_structure
-from scrimp.statistics.branches import BranchTape
+from scrimp.statistics.branches import BranchTape, Isolated
 from scrimp.statistics.stream import Injection, StreamTape, gaussian, generator_of, square
 from scrimp.statistics.structure import SubLayer
 
@@ -44,14 +44,14 @@ def run(model: nn.Module, tape: BranchTape) -> tuple[list[float], Gradients]:
 
 
 def isolated(
-    model: nn.Module, structure: Structure, kind: str
-) -> tuple[list[float], Gradients, dict[int, float]]:
+    model: nn.Module, structure: Structure, kind: str, turn: int = 0
+) -> tuple[list[float], Gradients, Isolated]:
     tape = BranchTape(model, structure)
     with tape.recording():
         run(model, tape)
-    with tape.isolated(kind, SHARE, SEED) as injected:
+    with tape.isolated(kind, SHARE, SEED, turn) as noise:
         loss, gradients = run(model, tape)
-    return loss, gradients, dict(injected)
+    return loss, gradients, noise
 
 
 @pytest.mark.parametrize("kind", ["tokens", "weights"])
@@ -60,13 +60,15 @@ def test_noise_in_one_sublayer_leaves_all_other_planned_layers_as_they_were(make
     model = make()
     structure = structure_of(model)
     loss, clean = run(model, BranchTape(model, structure))
-    all_loss, together, injected = isolated(model, structure, kind)
+    all_loss, together, noise = isolated(model, structure, kind)
     assert all_loss == loss
     for s, sub in enumerate(structure.sublayers):
         own = {f"{layer}.weight" for layer in (*sub.entries, sub.exit)}
         found_loss, found, alone = isolated(model, only(structure, s), kind)
         assert found_loss == loss
-        assert alone == {s: injected[s]}
+        assert alone.injected == {s: noise.injected[s]}
+        assert {number for number, size in alone.arrived.items() if size} == {s}
+        assert alone.arrived[s] == noise.arrived[s]
         for layer in (*linear_names(model), "head"):
             name = f"{layer}.weight"
             assert torch.equal(found[name], clean[name]) == (name not in own), name
@@ -80,9 +82,9 @@ def test_noise_in_one_sublayer_leaves_all_other_planned_layers_as_they_were(make
 def test_weights_of_a_branch_change_as_they_do_by_hand(kind: str) -> None:
     model = MlpModel(blocks=2)
     structure = structure_of(model)
-    _, found, injected = isolated(model, structure, kind)
+    _, found, noise = isolated(model, structure, kind)
     weights = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    size = 0.0
+    size = arrived = 0.0
     targets = sum(goal.numel() for _, goal in batch(1))
     for number, (tokens, goal) in enumerate(batch(1)):
         block: Any = model.blocks[1]
@@ -95,11 +97,14 @@ def test_weights_of_a_branch_change_as_they_do_by_hand(kind: str) -> None:
         key = (SEED, 1, 0, 0 if kind == "weights" else number)  # sub-layer, its entry, micro-batch
         z = gaussian(y.detach(), SHARE, kind, generator_of(torch.device("cpu"), *key))
         size += square(z)
-        block.down(F.gelu(y + z)).backward(g)
+        given = block.down(F.gelu(y + z))
+        arrived += square(given - block.down(F.gelu(y)))
+        given.backward(g)
         for name in ("blocks.1.up.weight", "blocks.1.down.weight"):
             weights[name] += model.get_parameter(name).grad
         model.zero_grad()
-    assert injected[1] == pytest.approx(size, rel=1e-6)
+    assert noise.injected[1] == pytest.approx(size, rel=1e-6)
+    assert noise.arrived[1] == pytest.approx(arrived, rel=1e-4)
     for name in ("blocks.1.up.weight", "blocks.1.down.weight"):
         assert torch.allclose(found[name], weights[name], rtol=1e-4, atol=1e-7)
 
@@ -159,7 +164,7 @@ def test_a_model_that_changes_results_in_place_gives_the_same_gradients() -> Non
     with tape.recording():
         run(second, tape)
     for _ in range(2):  # the second pass would show what the first has left in the tape
-        with tape.isolated("tokens", SHARE, SEED):
+        with tape.isolated("tokens", SHARE, SEED, 0):
             _, found = run(second, tape)
         for name in expected[1]:
             assert torch.allclose(found[name], expected[1][name], rtol=1e-5, atol=1e-8), name
@@ -183,6 +188,6 @@ def test_passes_without_gradients_are_left_alone() -> None:
     tokens = batch(2)[0][0]
     with torch.no_grad():
         expected = model(tokens)
-        with tape.isolated("tokens", SHARE, SEED) as injected:
+        with tape.isolated("tokens", SHARE, SEED, 0) as noise:
             assert torch.equal(model(tokens), expected)
-    assert not injected
+    assert not noise.injected

@@ -13,6 +13,7 @@ from torch import nn
 from scrimp.planner.precision.divergence import SNIP, Method, mean_divergence
 from scrimp.planner.precision.profile import PrecisionProfile
 from scrimp.statistics import Structure
+from scrimp.statistics.branches import Isolated
 from scrimp.statistics.gains import Passes, by_blocks, by_ratios, places
 from scrimp.statistics.stream import Changes, Injection
 from scrimp.statistics.structure import SubLayer
@@ -113,7 +114,7 @@ def test_a_model_whose_branches_begin_at_zero_has_finite_statistics(gains: str) 
 
 
 def stream_of(sublayers: int) -> Structure:
-    subs = tuple(SubLayer((f"{s}.in",), f"{s}.out") for s in range(sublayers))
+    subs = tuple(SubLayer((f"{s}.in", f"{s}.beside"), f"{s}.out") for s in range(sublayers))
     return Structure(tuple(f"{s}.norm" for s in range(sublayers + 1)), subs)
 
 
@@ -144,9 +145,12 @@ class FakePasses:
         self.results[injection.direction, injection.node, injection.kind] = changes, moved
         return changes, moved
 
-    def isolated(self, kind: str, key: int) -> tuple[dict[int, float], np.ndarray]:
-        row = ("tokens", "weights").index(kind)
-        return dict.fromkeys(range(self.nodes - 1), 4.0 * (row + 1) ** 2), np.full((2, self.weights), 6.0)
+    def isolated(self, kind: str, key: int, turn: int) -> tuple[Isolated, np.ndarray]:
+        size = (("tokens", "weights").index(kind) + 1) * (turn + 1)
+        injected, arrived = (
+            dict.fromkeys(range(self.nodes - 1), (many * size) ** 2.0) for many in (2, 3 + turn)
+        )
+        return Isolated(injected, arrived), np.full((2, self.weights), 6.0)
 
     @property
     def doors(self) -> Passes:
@@ -186,7 +190,9 @@ def test_passes_become_gains_of_nodes_as_the_specification_says(way: str, count:
         changes, moved = fake.results["backward", 2, kind]
         for s in range(2):
             assert np.allclose(gains.exits[row, ..., s], moved / changes.exits[s] ** 0.5)
-            assert np.allclose(gains.entries[row, ..., s], 6.0 / (2.0 * (row + 1)))
+            for turn in range(2):
+                assert np.allclose(gains.entries[s, turn][row], 6.0 / (2 * (row + 1) * (turn + 1)))
+                assert gains.reach[s, turn][row] == pytest.approx((3 + turn) / 2)
     for j in range(3):
         changes, _ = fake.results["forward", 0 if way == "ratios" else j, "tokens"]
         below = changes.activation[j] if way == "ratios" else changes.injected[j]

@@ -229,7 +229,10 @@ class PrecisionCycle:
     def _compare_with_prediction(self, step: int) -> str | None:
         """Measure what the newest plan was predicted to do; a doubt where that lies far off."""
         assert self.analysis is not None
+        began = time.perf_counter()
         found = self._probed(step)
+        seconds = self.analysis.seconds | {"probe": time.perf_counter() - began}
+        self.analysis = dataclasses.replace(self.analysis, seconds=seconds)
         measured = {"loss_divergence": abs(found.loss_gap), "weight_divergence": found.update_change}
         if all(map(math.isfinite, measured.values())):
             self.analysis = dataclasses.replace(self.analysis, measured=measured)

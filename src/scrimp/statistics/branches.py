@@ -2,11 +2,13 @@
 
 Problem  Between two nodes an error meets what the branch does: softmax averages it, a gate multiplies it. Ratios
          taken on the stream know nothing of that, and formulas are off by a factor of two.
-Method   One more pass per kind of noise, in which every sub-layer is on its own: noise enters at the outputs of all
-         entries, but each exit gives its clean result to the stream, and takes its clean gradient from it.
-         So no noise travels, and the change of a planned weight is due to its own branch::
+Method   More passes for each kind of noise, in which every sub-layer is on its own: noise enters at the output of one
+         entry of each (a pass for the first entries, one for the second, ...), but each exit gives its clean result
+         to the stream, and takes its clean gradient from it. So no noise travels, the change of a planned weight is
+         due to its own branch, and what arrives at the exit is what the stream would get::
 
-             F[k<-l] = |change of gW_k| / |noise in the entries|            k, l in one sub-layer
+             F[k<-l] = |change of gW_k| / |noise in Y_l|                    k, l in one sub-layer
+             c_l     = |change of Y_exit| / |noise in Y_l|                  how far the branch passes it on
 
          For backward noise no pass is needed: what reaches the gradient of an exit's input reaches the
          entries only through it, wherever it came from::
@@ -15,7 +17,6 @@ Method   One more pass per kind of noise, in which every sub-layer is on its own
 
 Limits   The gradient that branches give back to the stream is noisy, and nothing cuts it off from what lies before
          the first exit: the embedding, and the norms. Their changes in this pass are not read.
-         Noise enters all entries at once: one gain stands for each of them.
 Memory   On the host: result and gradient of every exit, and the gradient of its input.
 Checked  tests/statistics/test_branches.py
 """
@@ -25,6 +26,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +35,16 @@ from torch import Tensor, nn
 from scrimp.statistics.ranks import ALONE, Ranks, local, shard_at
 from scrimp.statistics.stream import generator_of, is_recomputing, noise_at, square
 from scrimp.statistics.structure import Structure, is_grouped
+
+
+@dataclass
+class Isolated:
+    """What a pass of isolated sub-layers shows, squares by sub-layer, summed over micro-batches."""
+
+    injected: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """|z|^2."""
+    arrived: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """|change of Y_exit|^2, before it is made clean."""
 
 
 class BranchTape:
@@ -94,15 +106,21 @@ class BranchTape:
         self._ranks.join(changes, dict.fromkeys(range(len(self._all)), self._ranks.share**2))
 
     @contextlib.contextmanager
-    def isolated(self, kind: str, share: float, seed: int) -> Iterator[dict[int, float]]:
-        """Every sub-layer on its own, noise at its entries' outputs; yields |z|^2 by sub-layer."""
-        injected: dict[int, float] = defaultdict(float)
+    def isolated(self, kind: str, share: float, seed: int, turn: int) -> Iterator[Isolated]:
+        """Every sub-layer on its own, noise at the output of one of its entries.
+
+        Args:
+            turn: number of the entry; sub-layers that have no such one stay clean.
+        """
+        found = Isolated()
 
         def cut(number: int) -> Callable[[nn.Module, Any, Tensor], Tensor]:
             def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
                 if not torch.is_grad_enabled():
                     return output
                 y, g = (self._kept[name, number, self.micro_batch].to(output.device) for name in ("y", "g"))
+                if not is_recomputing():
+                    found.arrived[number] += self._exit_square(module, local(output).float() - y.float())
                 clean: Tensor = _Clean.apply(output, y, g)  # type: ignore[no-untyped-call]
                 return clean
 
@@ -112,21 +130,27 @@ class BranchTape:
             def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
                 if not torch.is_grad_enabled():
                     return output
-                z = self._noise(module, output.detach(), share, kind, seed, number, id_of[id(module)])
+                z = self._noise(module, output.detach(), share, kind, seed, number, turn)
                 if not is_recomputing():
-                    injected[number] += square(z) / self._ranks.copies(shard_at(module, "outputs"))
+                    found.injected[number] += square(z) / self._ranks.copies(shard_at(module, "outputs"))
                 return output + z
 
             return hook
 
-        id_of = {id(module): i for group in self._entries.values() for i, module in enumerate(group)}
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._hooks(self._exits, cut))
-            for number, group in self._entries.items():
-                for module in group:
-                    stack.callback(module.register_forward_hook(disturb(number)).remove)
-            yield injected
-        self._ranks.join(injected, dict.fromkeys(range(len(self._all)), 1.0))
+        entries = {number: group[turn] for number, group in self._entries.items() if turn < len(group)}
+        with self._hooks(self._exits, cut), self._hooks(entries, disturb):
+            yield found
+        for squares in (found.injected, found.arrived):
+            self._ranks.join(squares, dict.fromkeys(range(len(self._all)), 1.0))
+
+    def _exit_square(self, module: nn.Module, change: Tensor) -> float:
+        """This rank's part of the squared norm of a change of what an exit gives."""
+        shard = shard_at(module, "inputs")
+        if shard is not None and is_grouped(
+            module
+        ):  # partial sums; other layers' are added up before hooks see them
+            return square(shard.sum(change)) / shard.ranks
+        return square(change) / self._ranks.copies()
 
     def _noise(self, module: nn.Module, output: Tensor, share: float, kind: str, *key: int) -> Tensor:
         """What enters at an entry's output."""

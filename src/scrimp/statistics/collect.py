@@ -36,7 +36,7 @@ from scrimp.errors import ModelError, PlanError, TrainingError
 from scrimp.gemm import Execution, PlannedModel, is_transposed, observing
 from scrimp.planner.precision.profile import BatchStatistics, PrecisionProfile
 from scrimp.precision import GEMMS, LinearPrecision, recipe
-from scrimp.statistics.branches import BranchTape
+from scrimp.statistics.branches import BranchTape, Isolated
 from scrimp.statistics.exact import Sites, exact_gains, watching_sites
 from scrimp.statistics.gains import CleanRun, Gains, Passes, by_blocks, by_ratios, of_layers, places
 from scrimp.statistics.inventory import Inventory
@@ -371,10 +371,10 @@ class _Measurement:
                 moved = self._disturbed(batch, contextlib.nullcontext())
             return changes, moved
 
-        def isolated(kind: str, key: int) -> tuple[dict[int, float], Array]:
-            with branches.isolated(kind, self.noise, key) as injected:
+        def isolated(kind: str, key: int, turn: int) -> tuple[Isolated, Array]:
+            with branches.isolated(kind, self.noise, key, turn) as found:
                 moved = self._disturbed(batch, contextlib.nullcontext())
-            return injected, moved
+            return found, moved
 
         find = by_ratios if self.gains == "ratios" else by_blocks
         nodes = find(structure, where, Passes(stream, isolated, tape.first), self.noise, seed)

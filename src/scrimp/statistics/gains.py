@@ -19,16 +19,17 @@ ratios   (R3, the default) two passes for each kind of noise, which enters once 
 For blocks and ratios, l in sub-layer s (between nodes s and s + 1) reaches the stream through its branch::
 
     B[k<-l] = a Bn[k,s], k before s;    a = |R_s - R_(s+1)| / |summed gX at l's input|
-    F[k<-l] = c Fn[k,s+1];              c = |Y_exit| / |Y_l|
+    F[k<-l] = c Fn[k,s+1];              c = |change of Y_exit| / |noise in Y_l|
 
-and the weights of its own sub-layer as `branches` measures. The ratio is never taken at the linear layer
+c and the weights of its own sub-layer as `branches` measures. The ratio a is never taken at the linear layer
 itself, which would charge it with the noise of the skip path.
 
 Two kinds  Errors of X and G are independent between tokens, and average out in a weight's gradient; an error of W
            is one linear map that all tokens share, and does not. SNIP's reconstruction has noise of the first kind
            alone, and understates weight errors; here every pass is made with both.
-Isolation  Gains inside a sub-layer come from two more passes, in which no noise travels: see `branches`. So the
-           ratios need six passes in all, blocks 4 (S + 1) + 2.
+Isolation  What happens inside a sub-layer comes from two more passes for each of its entries, in which no noise
+           travels: see `branches`. So the ratios need six passes where each sub-layer has one entry (qkv and gate with
+           up in one matrix), ten where q, k and v are apart; blocks 4 (S + 1) - 4 more.
 Updates    Each pass also takes the change of the *update* that its noise causes, through the optimizer's state: where
            gradients are large their errors are large too, and AdamW divides by just that.
 Curvature  z' H z / |z|^2 along the noise, for the mean of the second-order change of the loss: at the nodes
@@ -36,8 +37,10 @@ Curvature  z' H z / |z|^2 along the noise, for the mean of the second-order chan
 Experts    What routed experts add to the stream is |Y_added|, not |Y_exit|: the weighted sum of what each token's
            experts gave; what noise in Y_exit does to the router's gradient is left out. Tokens keep the experts that
            they chose in the clean pass: another choice is no small change.
-Limits     c takes noise in Y_l to reach the stream as Y_l itself does. On a small decoder that understates what qkv
-           does by two thirds (softmax treats noise and signal differently), and what others do by less than half.
+Limits     Noise is as large in each feature of a result, where errors of X lie as W's outputs do; of a, noise in gX is
+           taken to reach the stream as the gradient itself does. What noise from the first node makes of the stream
+           on its way counts as noise that enters later: early in training updates by late writers come out up to
+           twice too large.
 Source     SNIP (arXiv 2602.01410), reconstruction eq. (2), (5) and R1 to R3.
 Checked    tests/statistics/test_gains.py: R2 and R3 against R1; test_exact.py: R1 against gradients that
            are disturbed by hand.
@@ -54,6 +57,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from scrimp.statistics.branches import Isolated
 from scrimp.statistics.stream import Changes, Injection, StreamTape
 from scrimp.statistics.structure import Structure
 
@@ -131,8 +135,10 @@ class NodeGains:
         self.curvature = np.zeros(num_nodes)
         self.exits = np.zeros((len(NOISES), 2, num_weights, num_nodes - 1))
         """Gains of an exit's input gradient on the entries of its sub-layer."""
-        self.entries = np.zeros_like(self.exits)
-        """Gains of an entry's output on the weights of its sub-layer."""
+        self.entries: dict[tuple[int, int], Array] = {}
+        """[2, 2, K], of (sub-layer, number of an entry), gains of its output on the weights of its sub-layer."""
+        self.reach: dict[tuple[int, int], Array] = {}
+        """[2], likewise: how much of noise in its output is there in that of the exit."""
 
     def add_exits(self, row: int, changes: Changes, moved: Array) -> None:
         """From a backward run: how far noise at each exit has moved the weights."""
@@ -140,12 +146,17 @@ class NodeGains:
             if changes.exits[s] > 0:
                 self.exits[row, ..., s] = moved / _root(changes.exits[s])
 
-    def add_entries(self, passes: Passes, seed: int) -> None:
-        """One pass of isolated branches per kind of noise."""
-        for row, kind in enumerate(NOISES):
-            injected, moved = passes.isolated(kind, seed + row)
-            for s in range(self.entries.shape[-1]):
-                self.entries[row, ..., s] = moved / _root(injected.get(s, 0.0))
+    def add_entries(self, structure: Structure, passes: Passes, seed: int) -> None:
+        """A pass of isolated branches for each kind of noise and each number that an entry has."""
+        turns = max((len(sub.entries) for sub in structure.sublayers), default=0)
+        for turn, (row, kind) in itertools.product(range(turns), enumerate(NOISES)):
+            found, moved = passes.isolated(kind, seed + row, turn)
+            for s, sub in enumerate(structure.sublayers):
+                if turn < len(sub.entries):
+                    size, key = _root(found.injected.get(s, 0.0)), (s, turn)
+                    self.entries.setdefault(key, np.zeros((len(NOISES), *moved.shape)))[row] = moved / size
+                    arrived = math.sqrt(found.arrived.get(s, 0.0))
+                    self.reach.setdefault(key, np.zeros(len(NOISES)))[row] = arrived / size
 
 
 @dataclass
@@ -154,8 +165,8 @@ class Passes:
 
     stream: Callable[[Injection], tuple[Changes, Array]]
     """Noise at a node."""
-    isolated: Callable[[str, int], tuple[Mapping[int, float], Array]]
-    """Noise of a kind in every branch on its own, by seed; also its |z|^2 by sub-layer."""
+    isolated: Callable[[str, int, int], tuple[Isolated, Array]]
+    """Noise of a kind in every branch on its own, by seed and number of the entry."""
     first: int = 0
     """The first node whose activation has a gradient."""
 
@@ -178,7 +189,7 @@ def by_ratios(
             gains.forward[row, ..., j] = np.where(where < j, back, moved / arriving)
             if kind == "tokens":
                 gains.curvature[j] = changes.product[j] / arriving**2
-    gains.add_entries(passes, seed + 100)
+    gains.add_entries(structure, passes, seed + 100)
     return gains
 
 
@@ -198,7 +209,7 @@ def by_blocks(
         gains.forward[row, ..., j] = moved / _root(changes.injected[j])
         if kind == "tokens":
             gains.curvature[j] = changes.product[j] / _root(changes.injected[j]) ** 2
-    gains.add_entries(passes, seed + 1000)
+    gains.add_entries(structure, passes, seed + 1000)
     return gains
 
 
@@ -226,9 +237,11 @@ def of_layers(
         sub = structure.sublayers[s]
         through = _ratio(_root(tape.branch_squares[s]), clean.input_gradients[layer])
         backward[..., index] = np.where(where < s, through * nodes.backward[..., s], 0.0)
-        reach = _ratio(clean.added.get(s, clean.norms[sub.exit, "y"]), clean.norms[layer, "y"])
-        forward[..., index] = reach * nodes.forward[..., s + 1]
-        curvature[index] = reach**2 * nodes.curvature[s + 1]
+        reach = nodes.reach[s, sub.entries.index(layer)] if layer in sub.entries else np.ones(len(NOISES))
+        if s in clean.added:
+            reach = reach * _ratio(clean.added[s], clean.norms[sub.exit, "y"])
+        forward[..., index] = reach[:, None, None] * nodes.forward[..., s + 1]
+        curvature[index] = reach[0] ** 2 * nodes.curvature[s + 1]
         entries, own = (
             [owned[name] for name in names if name in owned]
             for names in (sub.entries, (*sub.entries, sub.exit))
@@ -236,7 +249,8 @@ def of_layers(
         if layer == sub.exit:
             backward[:, :, entries, index] = nodes.exits[:, :, entries, s]
         else:
-            stream, branch = forward[:, :, own, index], nodes.entries[:, :, own, s]
+            branch = nodes.entries[s, sub.entries.index(layer)][:, :, own]
+            stream = forward[:, :, own, index]
             forward[:, :, own, index] = np.hypot(stream, branch)
     return Gains(backward, forward, curvature)
 

@@ -36,7 +36,7 @@ Limits   SNIP's own method takes errors of W as independent between tokens, and 
          signed change of the loss by a single layer is noise; only its size is predicted.
          Layers whose statistics are not finite have costs that are not; sums leave them out.
 Source   SNIP (arXiv 2602.01410), reconstruction eq. (1), (2), (4), (6) to (8).
-Checked  tests/planner/precision/test_divergence.py; against real damage in benchmarks/snip_study.py.
+Checked  tests/planner/precision/test_divergence.py; against real damage in benchmarks/snip_rates.py.
 
 Shapes: L layers, P formats, K watched weights.
 """
