@@ -24,7 +24,7 @@ Checked  tests/runtime/memory/test_link.py; that users of a link keep the rules:
 from __future__ import annotations
 
 import abc
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +52,9 @@ class Link(abc.ABC):
     Args:
         device: the side that is no host memory.
     """
+
+    kind: ClassVar[type[Tensor]] = Tensor
+    """Type of the tensors that are sent; a subclass, as DTensor, is another program's."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
