@@ -1,4 +1,4 @@
-"""Steps on a fake process group: bytes of shards by hand, ranks that run, and what is refused."""
+"""Steps on a fake process group: bytes of shards by hand, ranks that run, what leaves, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from scrimp.errors import PlanError
 from scrimp.models import spec_of
 from scrimp.models.shapes import sizes_of
 from scrimp.planner.hardware import load_hardware
+from scrimp.planner.layout.block_activations import boundary_bytes, kept_bytes, working_bytes
 from scrimp.planner.layout.lines import LayoutLine, Line, setting_of
 from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import software
+from scrimp.planner.layout.stage_memory import peak_bytes
 from scrimp.profiler.tensor_peak import counting_tensors
 from scrimp.runtime.passes import run_passes
 from scrimp.training.memory.simulated import LEVELS, SimulatedRank, simulate
@@ -115,16 +117,97 @@ def test_experts_are_shared_by_all_ranks_of_a_stage() -> None:
     assert shared.most["gathered"] < alone.most["gathered"]
 
 
+# -- beside a prediction, of what lives on the host ---------------------------------------------
+
+FIVE = dataclasses.replace(preset("llama-3.1-8b"), num_layers=5, vocab_size=1024)
+"""Few words, so that next to all bytes are of blocks."""
+
+
+def five_blocks(ranks: int, **choices: Any) -> Setting:
+    setting = Setting(
+        model=sizes_of(spec_of(FIVE)),
+        cluster=load_hardware(f"{ranks}xh100"),
+        sequence=8192,
+        global_batch=4 * ranks,
+        micro_batch=1,
+        layout=ResolvedLayout(dp=1, fsdp=ranks),
+        software=software("scrimp"),
+    )
+    return dataclasses.replace(setting, **choices)
+
+
+def leaving(*leaves: bool) -> tuple[BlockPlan, ...]:
+    return tuple(BlockPlan(offload=one) for one in leaves)
+
+
+def of_five(setting: Setting) -> SimulatedRank:
+    (found,) = simulate(setting, FIVE, (0,))
+    return found
+
+
+def predicted_tensors(setting: Setting) -> float:
+    (found,) = peak_bytes(setting)
+    return sum(size for name, size in found.categories.items() if name not in ("pools", "margin"))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_of_activations_that_leave_two_blocks_are_on_the_device(ranks: int) -> None:
+    stays, leaves = five_blocks(ranks), five_blocks(ranks, blocks=leaving(*[True] * 5))
+    resident, found = of_five(stays), of_five(leaves)
+    block = kept_bytes(stays.model.blocks[0], stays)
+    at_peak = [one.categories["activations"] for one in (resident, found)]
+    assert at_peak[0] - at_peak[1] == pytest.approx(3 * block, rel=0.01)
+    assert 2 * block < at_peak[1] < 2 * block + 1.4 * working_bytes(stays.model.blocks[0], stays)
+    assert found.total == pytest.approx(predicted_tensors(leaves), rel=0.03)
+    assert resident.total == pytest.approx(predicted_tensors(stays), rel=0.04)
+    for name in ("weights", "gradients", "optimizer"):
+        assert found.categories[name] == pytest.approx(resident.categories[name], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_blocks_that_leave_last_are_all_there_when_their_backward_pass_begins() -> None:
+    stays, leaves = (
+        of_five(five_blocks(1, blocks=leaving(False, False, False, *[one] * 2))) for one in (False, True)
+    )
+    assert leaves.total == pytest.approx(stays.total, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_inputs_of_blocks_that_are_made_again_leave() -> None:
+    ways = [BlockPlan(recompute="full", offload=one) for one in (False, True)]
+    stays, leaves = (of_five(five_blocks(1, blocks=(way,) * 5)) for way in ways)
+    stream = boundary_bytes(five_blocks(1))
+    assert stays.total - leaves.total == pytest.approx(3 * stream, rel=0.05)
+
+
+@pytest.mark.parametrize("master", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_states_of_two_blocks_visit_and_those_of_the_ends_stay(master: bool) -> None:
+    setting = five_blocks(1, offload=Offload(optimizer=True, master=master))
+    found, model = of_five(setting), setting.model
+    ends, blocks = model.embedding_parameters + model.head_parameters + model.width, len(model.blocks)
+    block = model.blocks[0].parameters
+    stays = 12 * ends + (0 if master else 4 * blocks * block)
+    assert found.categories["optimizer"] == pytest.approx(stays, rel=0.01)
+    assert found.most["optimizer"] == pytest.approx(stays + 2 * (12 if master else 8) * block, rel=0.01)
+    assert found.total == pytest.approx(predicted_tensors(setting), rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
         (lambda: dataclasses.replace(line(2, fsdp=2), precision="fp16"), "precision fp16"),
         (lambda: dataclasses.replace(line(2, fsdp=2), software=software("megatron")), "software megatron"),
-        (lambda: dataclasses.replace(line(2, fsdp=2), offload=Offload(optimizer=True)), "offload"),
         (
-            lambda: dataclasses.replace(line(2, fsdp=2), blocks=(BlockPlan(offload=True),) * 4),
-            "offload",
+            lambda: dataclasses.replace(line(2, fsdp=2), offload=Offload(weights=True, gradients=True)),
+            "weights, gradients on the host.*--memory.optimizer host.*--memory.optimizer device",
         ),
+        (lambda: dataclasses.replace(line(2, fsdp=2), offload=Offload(residuals=True)), "residuals"),
+        (lambda: dataclasses.replace(line(2, fsdp=2), offload=Offload(master=True)), "without moments"),
+        (
+            lambda: dataclasses.replace(line(2, pp=2), offload=Offload(optimizer=True, master=True)),
+            "layout.pp 2 .*--memory.optimizer device",
+        ),
+        (lambda: dataclasses.replace(line(2, pp=2), blocks=leaving(*[True] * 5)), "layout.pp 2"),
         (lambda: line(2, dp=2), "layout.dp 2"),
         (lambda: line(2, tp=2, sequence_parallel=False), "sequence_parallel"),
     ],
