@@ -10,9 +10,14 @@ Method   torch's back end "fake" stands for a process group of any size in which
          Of a step's micro-batches as many run as are in flight at once, and one more: later ones take the same.
          Ranks that share experts send as many tokens to each (`balanced_experts`).
          Quantized products run emulated, as in a trace (`RememberedBackend`).
-Limits   Whole copies and what lives on the host are refused by name. What a caching allocator cannot use is no tensor.
+         What waits on the host is sent and fetched by the run's own code, over a link as late as its rules allow, to a
+         host without memory (`scrimp.runtime.memory.nowhere`): no run has more on its device at once.
+Limits   Refused by name: whole copies; weights, gradients and residuals on the host, and anything there beside a
+         pipeline. Moments may leave without their masters, as a plan has it and no run does yet.
+         What a caching allocator cannot use is no tensor, and what lies on the host is not counted.
          Fused kernels of quantized products take less than the reference. An H100's number of multiprocessors is taken.
-Checked  tests/training/memory/test_simulated.py: bytes of shards by hand; torch's profiler on ranks that run
+Checked  tests/training/memory/test_simulated.py: bytes of shards by hand; torch's profiler on ranks that run; what
+         leaves, beside the same setting without
 """
 
 from __future__ import annotations
@@ -143,7 +148,11 @@ def _reasons(setting: Setting) -> Iterator[tuple[bool, str, str]]:
     own = name in ("scrimp", UNCOMPILED)
     yield not own, f"software {name}: Scrimp's own step is what is run", "plan for software scrimp"
     precision = setting.precision
-    yield precision not in RECIPES, f"precision {precision}: no recipe of Scrimp's", "name another --precision"
+    yield (
+        precision not in RECIPES,
+        f"precision {precision}: no recipe of Scrimp's",
+        "name another --precision",
+    )
     yield (
         bool(away),
         f"{', '.join(away)} on the host: of what lives there activations and optimizer states are counted",
