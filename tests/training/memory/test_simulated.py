@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from distributed import spawn
+from late_link import LateLink
 from parity import ROWS, SEQUENCE, Case, batch_of, made
 
 from scrimp.config import preset
@@ -24,6 +26,7 @@ from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import software
 from scrimp.planner.layout.stage_memory import peak_bytes
 from scrimp.profiler.tensor_peak import counting_tensors
+from scrimp.runtime.memory import HostArena, HostRoom
 from scrimp.runtime.passes import run_passes
 from scrimp.training.memory.simulated import LEVELS, SimulatedRank, simulate
 from scrimp.world import World
@@ -241,39 +244,40 @@ CASES = {
 
 def real(rank: int, ranks: int, cases: dict[str, Case]) -> dict[str, int]:
     """Bytes of a step but the first, as torch's profiler counts them."""
-    found = {}
-    for name, case in cases.items():
-        gc.collect()
-        with counting_tensors() as left:  # by the cases before
-            pass
-        readers = 1 if case.layout.get("tp") or case.layout.get("pp") else ranks
-        _, executable, optimizer, lr = made(case, World(rank, ranks), readers)
-        for step in range(2):
-            with counting_tensors() as peak:
-                batches = [batch_of(case, step, number) for number in range(case.micro_batches)]
-                run_passes(executable, batches, 1000, step=step)
-                del batches
-                executable.add_up_copies(optimizer.gradients)
-                optimizer.step(lr)
-                optimizer.zero_grad()
-        assert peak.num_bytes is not None
-        found[name] = peak.num_bytes - (left.num_bytes or 0)
-        del executable, optimizer
-    return found
+    return {name: real_bytes(case, World(rank, ranks)) for name, case in cases.items()}
 
 
-def simulated(case: Case, rank: int) -> int:
-    decisions, *_ = made(case, World(), 1)
-    layout = {"dp": 1, "fsdp": 1, **case.layout}
+def real_bytes(case: Case, world: World, room: HostRoom | None = None) -> int:
+    gc.collect()
+    with counting_tensors() as left:  # by the cases before, and of the room
+        pass
+    readers = 1 if case.layout.get("tp") or case.layout.get("pp") else world.size
+    _, executable, optimizer, lr = made(case, world, readers, room)
+    for step in range(2):
+        with counting_tensors() as peak:
+            batches = [batch_of(case, step, number) for number in range(case.micro_batches)]
+            run_passes(executable, batches, 1000, step=step)
+            del batches
+            executable.add_up_copies(optimizer.gradients)
+            optimizer.step(lr)
+            optimizer.zero_grad()
+    assert peak.num_bytes is not None
+    return peak.num_bytes - (left.num_bytes or 0)
+
+
+def simulated(case: Case, rank: int, room: HostRoom | None = None, **choices: Any) -> int:
+    decisions, *_ = made(case, World(), 1, room)
+    layout = ResolvedLayout(**{"dp": 1, "fsdp": 1, **case.layout})
     setting = Setting(
         model=sizes_of(spec_of(decisions.architecture)),
-        cluster=load_hardware("2xh100"),
+        cluster=load_hardware(f"{layout.ranks}xh100"),
         sequence=SEQUENCE,
-        global_batch=ROWS * case.micro_batches * layout["fsdp"],
+        global_batch=ROWS * case.micro_batches * layout.fsdp,
         micro_batch=ROWS,
-        layout=ResolvedLayout(**layout),
+        layout=layout,
         software=software("scrimp"),
-        recompute={level: how for how, level in LEVELS.items()}[case.activations],
+        recompute={level: how for how, level in LEVELS.items()}[case.activations.removesuffix("+offload")],
+        **choices,
     )
     (found,) = simulate(setting, decisions.architecture, (rank,), device="cpu")
     return found.total
@@ -291,3 +295,20 @@ def test_ranks_that_run_take_what_was_counted(tmp_path: Path) -> None:
         for rank in (0, 1) if "pp" in case.layout else (0,):
             share = ranks[rank][name] / simulated(case, rank)
             assert 0.999 < share < MOST.get(name, 1.5), (name, rank, share)
+
+
+ON_HOST = {
+    "activations": ({"memory.activations": "keep+offload"}, "keep+offload", {"blocks": leaving(*[True] * 4)}),
+    "optimizer": ({"memory.optimizer": "host"}, "keep", {"offload": Offload(optimizer=True, master=True)}),
+}
+
+
+@pytest.mark.parametrize("what", ON_HOST)
+def test_a_run_whose_copies_come_late_takes_what_was_counted(what: str) -> None:
+    settings, activations, choices = ON_HOST[what]
+    case = Case({}, {**SIZES, **settings}, activations=activations, micro_batches=3)
+    device = torch.device("cpu")
+    room = HostRoom(HostArena(2**26, device), LateLink(device))
+    found = simulated(case, 0, room, **choices)
+    assert real_bytes(case, World(), room) == pytest.approx(found, rel=1e-3)
+    assert simulated(Case({}, SIZES, micro_batches=3), 0) > 1.02 * found
