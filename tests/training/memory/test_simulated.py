@@ -303,6 +303,7 @@ ON_HOST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ON_HOST)
 def test_a_run_whose_copies_come_late_takes_what_was_counted(what: str) -> None:
     settings, activations, choices = ON_HOST[what]

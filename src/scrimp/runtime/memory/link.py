@@ -54,7 +54,7 @@ class Link(abc.ABC):
     """
 
     kind: ClassVar[type[Tensor]] = Tensor
-    """Type of the tensors that are sent; a subclass, as DTensor, is another program's."""
+    """Exact type of the tensors whose bytes it copies; those of a subclass, as DTensor, may lie elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
