@@ -42,6 +42,7 @@ from scrimp.optim import Optimizer, build
 from scrimp.parts import TensorPart, part_of
 from scrimp.profiler.collectives import counting_collectives
 from scrimp.runtime import Executable, realise
+from scrimp.runtime.memory import HostRoom
 from scrimp.runtime.parallel import RankMesh
 from scrimp.runtime.passes import run_passes
 from scrimp.training.setup import Decisions, decide
@@ -230,11 +231,14 @@ def trained(world: World, case: Case) -> Trained:
     return found
 
 
-def made(case: Case, world: World, readers: int) -> tuple[Decisions, Executable, Optimizer, float]:
+def made(
+    case: Case, world: World, readers: int, room: HostRoom | None = None
+) -> tuple[Decisions, Executable, Optimizer, float]:
     """What a run would decide, and its model and optimizer.
 
     Args:
         readers: ranks, or groups of them, that read rows of their own.
+        room: host memory, where the case has anything there.
     """
     settings = {
         "device": "cpu",
@@ -260,6 +264,7 @@ def made(case: Case, world: World, readers: int) -> tuple[Decisions, Executable,
         device=torch.device("cpu"),
         parameters=config.train.parameters,
         compute=config.precision_rules.compute,
+        room=room,
         mesh=RankMesh(config.layout, world),
     )
     for block in executable.model.each_block():

@@ -41,6 +41,7 @@ def build(executable: Executable, settings: OptimizerConfig, *, seed: int) -> Ad
         host.gradients_on_host,
         host.optimizer_on_host,
         host.optimizer_on_cpu,
+        host.masters_on_host,
     )
     if not homes.away:
         return AdamW(parameters, settings, seed=seed)

@@ -72,6 +72,8 @@ class Homes:
     """Whose states visit the device."""
     cpu: frozenset[int] = frozenset()
     """Whose states stay where they are, for the CPU."""
+    masters: bool = True
+    """Whether master weights visit with the other states."""
 
     def __post_init__(self) -> None:
         if not self.cpu <= self.gradients or self.cpu & self.optimizer:
@@ -148,7 +150,7 @@ class StreamedAdamW(AdamW):
         for guest in weights:
             guest.leave()
         if block in self._homes.optimizer:
-            tensors = dict(self._state(name))
+            tensors = dict(self._state(name) if self._homes.masters else self._moments[name].tensors())
             guests = settle(list(tensors.values()), self._homes.arena, self._homes.link)
             self._guests[name] = dict(zip(tensors, guests, strict=True))
 

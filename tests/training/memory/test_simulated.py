@@ -1,4 +1,4 @@
-"""Steps on a fake process group: bytes of shards by hand, ranks that run, and what is refused."""
+"""Steps on a fake process group: bytes of shards by hand, ranks that run, what leaves, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from distributed import spawn
+from late_link import LateLink
 from parity import ROWS, SEQUENCE, Case, batch_of, made
 
 from scrimp.config import preset
@@ -18,10 +20,13 @@ from scrimp.errors import PlanError
 from scrimp.models import spec_of
 from scrimp.models.shapes import sizes_of
 from scrimp.planner.hardware import load_hardware
+from scrimp.planner.layout.block_activations import boundary_bytes, kept_bytes, working_bytes
 from scrimp.planner.layout.lines import LayoutLine, Line, setting_of
 from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import software
+from scrimp.planner.layout.stage_memory import peak_bytes
 from scrimp.profiler.tensor_peak import counting_tensors
+from scrimp.runtime.memory import HostArena, HostRoom
 from scrimp.runtime.passes import run_passes
 from scrimp.training.memory.simulated import LEVELS, SimulatedRank, simulate
 from scrimp.world import World
@@ -87,7 +92,7 @@ def test_codes_of_inputs_are_kept_instead_of_them() -> None:
 
 @pytest.mark.slow
 def test_a_thousand_ranks_of_four_axes_are_one_process() -> None:
-    setting = line(1024, batch=512, pp=2, fsdp=128, tp=4)
+    setting = line(1024, batch=512, pp=2, fsdp=256, tp=2)
     first, last = counted(setting, 0, 1)
     assert (first.rank, last.rank) == (0, 1)
     assert last.most["logits"] > 0
@@ -115,16 +120,97 @@ def test_experts_are_shared_by_all_ranks_of_a_stage() -> None:
     assert shared.most["gathered"] < alone.most["gathered"]
 
 
+# -- beside a prediction, of what lives on the host ---------------------------------------------
+
+FIVE = dataclasses.replace(preset("llama-3.1-8b"), num_layers=5, vocab_size=1024)
+"""Few words, so that next to all bytes are of blocks."""
+
+
+def five_blocks(ranks: int, **choices: Any) -> Setting:
+    setting = Setting(
+        model=sizes_of(spec_of(FIVE)),
+        cluster=load_hardware(f"{ranks}xh100"),
+        sequence=8192,
+        global_batch=4 * ranks,
+        micro_batch=1,
+        layout=ResolvedLayout(dp=1, fsdp=ranks),
+        software=software("scrimp"),
+    )
+    return dataclasses.replace(setting, **choices)
+
+
+def leaving(*leaves: bool) -> tuple[BlockPlan, ...]:
+    return tuple(BlockPlan(offload=one) for one in leaves)
+
+
+def of_five(setting: Setting) -> SimulatedRank:
+    (found,) = simulate(setting, FIVE, (0,))
+    return found
+
+
+def predicted_tensors(setting: Setting) -> float:
+    (found,) = peak_bytes(setting)
+    return sum(size for name, size in found.categories.items() if name not in ("pools", "margin"))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_of_activations_that_leave_two_blocks_are_on_the_device(ranks: int) -> None:
+    stays, leaves = five_blocks(ranks), five_blocks(ranks, blocks=leaving(*[True] * 5))
+    resident, found = of_five(stays), of_five(leaves)
+    block = kept_bytes(stays.model.blocks[0], stays)
+    at_peak = [one.categories["activations"] for one in (resident, found)]
+    assert at_peak[0] - at_peak[1] == pytest.approx(3 * block, rel=0.01)
+    assert 2 * block < at_peak[1] < 2 * block + 1.4 * working_bytes(stays.model.blocks[0], stays)
+    assert found.total == pytest.approx(predicted_tensors(leaves), rel=0.03)
+    assert resident.total == pytest.approx(predicted_tensors(stays), rel=0.04)
+    for name in ("weights", "gradients", "optimizer"):
+        assert found.categories[name] == pytest.approx(resident.categories[name], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_blocks_that_leave_last_are_all_there_when_their_backward_pass_begins() -> None:
+    stays, leaves = (
+        of_five(five_blocks(1, blocks=leaving(False, False, False, *[one] * 2))) for one in (False, True)
+    )
+    assert leaves.total == pytest.approx(stays.total, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_inputs_of_blocks_that_are_made_again_leave() -> None:
+    ways = [BlockPlan(recompute="full", offload=one) for one in (False, True)]
+    stays, leaves = (of_five(five_blocks(1, blocks=(way,) * 5)) for way in ways)
+    stream = boundary_bytes(five_blocks(1))
+    assert stays.total - leaves.total == pytest.approx(3 * stream, rel=0.05)
+
+
+@pytest.mark.parametrize("master", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_states_of_two_blocks_visit_and_those_of_the_ends_stay(master: bool) -> None:
+    setting = five_blocks(1, offload=Offload(optimizer=True, master=master))
+    found, model = of_five(setting), setting.model
+    ends, blocks = model.embedding_parameters + model.head_parameters + model.width, len(model.blocks)
+    block = model.blocks[0].parameters
+    stays = 12 * ends + (0 if master else 4 * blocks * block)
+    assert found.categories["optimizer"] == pytest.approx(stays, rel=0.01)
+    assert found.most["optimizer"] == pytest.approx(stays + 2 * (12 if master else 8) * block, rel=0.01)
+    assert found.total == pytest.approx(predicted_tensors(setting), rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
         (lambda: dataclasses.replace(line(2, fsdp=2), precision="fp16"), "precision fp16"),
         (lambda: dataclasses.replace(line(2, fsdp=2), software=software("megatron")), "software megatron"),
-        (lambda: dataclasses.replace(line(2, fsdp=2), offload=Offload(optimizer=True)), "offload"),
         (
-            lambda: dataclasses.replace(line(2, fsdp=2), blocks=(BlockPlan(offload=True),) * 4),
-            "offload",
+            lambda: dataclasses.replace(line(2, fsdp=2), offload=Offload(weights=True, gradients=True)),
+            "weights, gradients on the host.*--memory.optimizer host.*--memory.optimizer device",
         ),
+        (lambda: dataclasses.replace(line(2, fsdp=2), offload=Offload(residuals=True)), "residuals"),
+        (lambda: dataclasses.replace(line(2, fsdp=2), offload=Offload(master=True)), "without moments"),
+        (
+            lambda: dataclasses.replace(line(2, pp=2), offload=Offload(optimizer=True, master=True)),
+            "layout.pp 2 .*--memory.optimizer device",
+        ),
+        (lambda: dataclasses.replace(line(2, pp=2), blocks=leaving(*[True] * 5)), "layout.pp 2"),
         (lambda: line(2, dp=2), "layout.dp 2"),
         (lambda: line(2, tp=2, sequence_parallel=False), "sequence_parallel"),
     ],
@@ -158,39 +244,40 @@ CASES = {
 
 def real(rank: int, ranks: int, cases: dict[str, Case]) -> dict[str, int]:
     """Bytes of a step but the first, as torch's profiler counts them."""
-    found = {}
-    for name, case in cases.items():
-        gc.collect()
-        with counting_tensors() as left:  # by the cases before
-            pass
-        readers = 1 if case.layout.get("tp") or case.layout.get("pp") else ranks
-        _, executable, optimizer, lr = made(case, World(rank, ranks), readers)
-        for step in range(2):
-            with counting_tensors() as peak:
-                batches = [batch_of(case, step, number) for number in range(case.micro_batches)]
-                run_passes(executable, batches, 1000, step=step)
-                del batches
-                executable.add_up_copies(optimizer.gradients)
-                optimizer.step(lr)
-                optimizer.zero_grad()
-        assert peak.num_bytes is not None
-        found[name] = peak.num_bytes - (left.num_bytes or 0)
-        del executable, optimizer
-    return found
+    return {name: real_bytes(case, World(rank, ranks)) for name, case in cases.items()}
 
 
-def simulated(case: Case, rank: int) -> int:
-    decisions, *_ = made(case, World(), 1)
-    layout = {"dp": 1, "fsdp": 1, **case.layout}
+def real_bytes(case: Case, world: World, room: HostRoom | None = None) -> int:
+    gc.collect()
+    with counting_tensors() as left:  # by the cases before, and of the room
+        pass
+    readers = 1 if case.layout.get("tp") or case.layout.get("pp") else world.size
+    _, executable, optimizer, lr = made(case, world, readers, room)
+    for step in range(2):
+        with counting_tensors() as peak:
+            batches = [batch_of(case, step, number) for number in range(case.micro_batches)]
+            run_passes(executable, batches, 1000, step=step)
+            del batches
+            executable.add_up_copies(optimizer.gradients)
+            optimizer.step(lr)
+            optimizer.zero_grad()
+    assert peak.num_bytes is not None
+    return peak.num_bytes - (left.num_bytes or 0)
+
+
+def simulated(case: Case, rank: int, room: HostRoom | None = None, **choices: Any) -> int:
+    decisions, *_ = made(case, World(), 1, room)
+    layout = ResolvedLayout(**{"dp": 1, "fsdp": 1, **case.layout})
     setting = Setting(
         model=sizes_of(spec_of(decisions.architecture)),
-        cluster=load_hardware("2xh100"),
+        cluster=load_hardware(f"{layout.ranks}xh100"),
         sequence=SEQUENCE,
-        global_batch=ROWS * case.micro_batches * layout["fsdp"],
+        global_batch=ROWS * case.micro_batches * layout.fsdp,
         micro_batch=ROWS,
-        layout=ResolvedLayout(**layout),
+        layout=layout,
         software=software("scrimp"),
-        recompute={level: how for how, level in LEVELS.items()}[case.activations],
+        recompute={level: how for how, level in LEVELS.items()}[case.activations.removesuffix("+offload")],
+        **choices,
     )
     (found,) = simulate(setting, decisions.architecture, (rank,), device="cpu")
     return found.total
@@ -208,3 +295,21 @@ def test_ranks_that_run_take_what_was_counted(tmp_path: Path) -> None:
         for rank in (0, 1) if "pp" in case.layout else (0,):
             share = ranks[rank][name] / simulated(case, rank)
             assert 0.999 < share < MOST.get(name, 1.5), (name, rank, share)
+
+
+ON_HOST = {
+    "activations": ({"memory.activations": "keep+offload"}, "keep+offload", {"blocks": leaving(*[True] * 4)}),
+    "optimizer": ({"memory.optimizer": "host"}, "keep", {"offload": Offload(optimizer=True, master=True)}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ON_HOST)
+def test_a_run_whose_copies_come_late_takes_what_was_counted(what: str) -> None:
+    settings, activations, choices = ON_HOST[what]
+    case = Case({}, {**SIZES, **settings}, activations=activations, micro_batches=3)
+    device = torch.device("cpu")
+    room = HostRoom(HostArena(2**26, device), LateLink(device))
+    found = simulated(case, 0, room, **choices)
+    assert real_bytes(case, World(), room) == pytest.approx(found, rel=1e-3)
+    assert simulated(Case({}, SIZES, micro_batches=3), 0) > 1.02 * found

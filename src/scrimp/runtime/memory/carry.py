@@ -37,6 +37,8 @@ class HostMemory:
     """Whose states visit the device for their update."""
     optimizer_on_cpu: frozenset[int]
     """Whose states stay there: the CPU updates them."""
+    masters_on_host: bool = True
+    """Whether master weights live with the states that visit; False: only in a count (`simulated`)."""
 
 
 @dataclass(frozen=True)

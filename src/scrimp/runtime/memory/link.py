@@ -24,7 +24,7 @@ Checked  tests/runtime/memory/test_link.py; that users of a link keep the rules:
 from __future__ import annotations
 
 import abc
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +52,9 @@ class Link(abc.ABC):
     Args:
         device: the side that is no host memory.
     """
+
+    kind: ClassVar[type[Tensor]] = Tensor
+    """Exact type of the tensors whose bytes it copies; those of a subclass, as DTensor, may lie elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

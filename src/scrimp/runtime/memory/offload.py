@@ -168,7 +168,7 @@ class ActivationOffload:
 
     def _may_leave(self, tensor: Tensor) -> bool:
         return (
-            type(tensor) is Tensor
+            type(tensor) is self.link.kind
             and tensor.device == self.link.device
             and tensor.layout == torch.strided
             and not (tensor.is_conj() or tensor.is_neg())

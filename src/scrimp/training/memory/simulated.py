@@ -10,9 +10,14 @@ Method   torch's back end "fake" stands for a process group of any size in which
          Of a step's micro-batches as many run as are in flight at once, and one more: later ones take the same.
          Ranks that share experts send as many tokens to each (`balanced_experts`).
          Quantized products run emulated, as in a trace (`RememberedBackend`).
-Limits   Whole copies and what lives on the host are refused by name. What a caching allocator cannot use is no tensor.
+         What waits on the host is sent and fetched by the run's own code, over a link as late as its rules allow, to a
+         host without memory (`scrimp.runtime.memory.nowhere`): no run has more on its device at once.
+Limits   Refused by name: whole copies; weights, gradients and residuals on the host, and anything there beside a
+         pipeline. Moments may leave without their masters, as a plan has it and no run does yet.
+         What a caching allocator cannot use is no tensor, and what lies on the host is not counted.
          Fused kernels of quantized products take less than the reference. An H100's number of multiprocessors is taken.
-Checked  tests/training/memory/test_simulated.py: bytes of shards by hand; torch's profiler on ranks that run
+Checked  tests/training/memory/test_simulated.py: bytes of shards by hand; torch's profiler on ranks that run; what
+         leaves, beside the same setting without
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ from scrimp.models.flash import STAND_IN, Gpu
 from scrimp.models.model import Model
 from scrimp.optim import build
 from scrimp.planner import Plan
-from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Offload, Setting
+from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Setting
 from scrimp.planner.layout.stages import block_plans, blocks_of_stages
 from scrimp.planner.memory.placement import Placement, States
 from scrimp.planner.plan import Figures, Fingerprint, Layout, rows_of
@@ -60,6 +65,8 @@ from scrimp.profiler.memory_trace.stand_ins import (
 )
 from scrimp.profiler.memory_trace.trace import StillClock
 from scrimp.runtime import Executable, realise
+from scrimp.runtime.memory import HostRoom
+from scrimp.runtime.memory.nowhere import EndlessArena, LatestLink
 from scrimp.runtime.parallel import RankMesh, units
 from scrimp.runtime.parallel.parallelise import groups_of
 from scrimp.runtime.passes import run_passes
@@ -123,24 +130,56 @@ def refuse(setting: Setting) -> None:
     Raises:
         PlanError: with what it was.
     """
-    layout, plans = setting.layout, block_plans(setting)
-    name, leaves = setting.software.name, any(one.offload for one in plans)
-    whole_copies, cuts_tokens = layout.dp > 1 and layout.shards == 1, setting.sequence_parallel
-    reasons = (
-        (name not in ("scrimp", UNCOMPILED), f"software {name}: Scrimp's own step is what is run"),
-        (setting.precision not in RECIPES, f"precision {setting.precision}: no recipe of Scrimp's"),
-        (leaves or setting.offload != Offload(), "offload: the host's memory is not simulated"),
-        (whole_copies, f"layout.dp {layout.dp} beside fsdp 1: copies count who has a gradient"),
-        (layout.tp > 1 and not cuts_tokens, "sequence_parallel false: Scrimp's ranks of tp share the tokens"),
-    )
-    found = [words for applies, words in reasons if applies]
+    found = [(got, do) for applies, got, do in _reasons(setting) if applies]
     if found:
         raise PlanError(
             "this plan cannot be simulated",
-            got="; ".join(found),
-            expected="a plan of Scrimp's own, without offload",
-            do="leave --simulate out, or give another layout or precision",
+            got="; ".join(got for got, _ in found),
+            expected="a plan of Scrimp's own, whose weights and gradients are on the device",
+            do="; ".join(dict.fromkeys(do for _, do in found)) + "; or leave --simulate out",
         )
+
+
+def _reasons(setting: Setting) -> Iterator[tuple[bool, str, str]]:
+    """What cannot be simulated: whether a setting has it, its name, and what to do."""
+    layout, offload, name = setting.layout, setting.offload, setting.software.name
+    held = ("weights", "gradients", "residuals")
+    away = [one for one in held if getattr(offload, one)]
+    own = name in ("scrimp", UNCOMPILED)
+    yield not own, f"software {name}: Scrimp's own step is what is run", "plan for software scrimp"
+    precision = setting.precision
+    yield (
+        precision not in RECIPES,
+        f"precision {precision}: no recipe of Scrimp's",
+        "name another --precision",
+    )
+    yield (
+        bool(away),
+        f"{', '.join(away)} on the host: of what lives there activations and optimizer states are counted",
+        "plan with --memory.optimizer host, which leaves all else on the device, or --memory.optimizer device",
+    )
+    yield (
+        offload.master and not offload.optimizer,
+        "master weights on the host without moments: they visit with the optimizer's states",
+        "plan with --memory.optimizer host, or --memory.optimizer device",
+    )
+    yield (
+        layout.pp > 1 and _placement(setting).uses_host,
+        f"layout.pp {layout.pp} beside what lives on the host: ranks of a pipeline keep all on their devices",
+        "plan with --memory.optimizer device, without +offload, or with --layout.pp 1",
+    )
+    whole_copies = layout.dp > 1 and layout.shards == 1
+    yield (
+        whole_copies,
+        f"layout.dp {layout.dp} beside fsdp 1: copies count who has a gradient",
+        f"plan with --layout.fsdp {layout.dp} --layout.dp 1",
+    )
+    cuts_tokens = layout.tp == 1 or setting.sequence_parallel
+    yield (
+        not cuts_tokens,
+        "sequence_parallel false: Scrimp's ranks of tp share the tokens",
+        "plan with sequence_parallel",
+    )
 
 
 def _rank(setting: Setting, architecture: Architecture, rank: int, device: DeviceFunctions) -> SimulatedRank:
@@ -155,6 +194,8 @@ def _rank(setting: Setting, architecture: Architecture, rank: int, device: Devic
             granule=GRANULES[device], workspace=workspace_rule(device, gpu), found=holders.gradients
         )
         fake = FakeTensorMode(allow_non_fake_inputs=True)
+        # What it remembers of `set_` holds storages: activations that left would live on.
+        fake.cache_enabled = not _placement(setting).uses_host
         with standing_for(device, gpu=gpu, compiled=setting.software.name != UNCOMPILED):
             holders.executable = _executable(setting, architecture, mesh, _both(fake, tracker), tracker)
             _keep_gathered(setting, holders.executable.model)
@@ -206,16 +247,19 @@ def _executable(
 ) -> Executable:
     backend = RememberedBackend()
     backend.tracker, backend.stands_for_cuda = tracker, bool(STAND_IN)
+    device = torch.device("cpu")
+    room = HostRoom(EndlessArena(), LatestLink(device)) if _placement(setting).uses_host else None
     with tracker.making(WEIGHTS):
         found = realise(
             _plan(setting, architecture, mesh.layout),
             architecture,
             lambda model: None,
-            device=torch.device("cpu"),
+            device=device,
             parameters="bf16",
             compute="bf16",
             loss_chunk=setting.software.loss_tokens or 0,
             choose=backend.choose,
+            room=room,
             mesh=mesh,
             memory=memory,
         )
@@ -223,6 +267,9 @@ def _executable(
         found.planned.clock = clock = StillClock()
         for layer in found.planned.layers.values():
             layer.clock = clock
+    if found.host is not None:
+        host = dataclasses.replace(found.host, masters_on_host=setting.offload.master)
+        found = dataclasses.replace(found, host=host)
     return found
 
 
@@ -246,8 +293,7 @@ def _both(
 def _plan(setting: Setting, architecture: Architecture, layout: ResolvedLayout) -> Plan:
     """What the runtime reads of a plan."""
     spec = spec_of(architecture)
-    activations = tuple(LEVELS[one.recompute] for one in block_plans(setting))
-    blocks, states = rows_of(Placement(activations, States.split(len(activations))), "simulated")
+    blocks, states = rows_of(_placement(setting), "simulated")
     return Plan(
         fingerprint=Fingerprint("", setting.device.name, torch.__version__, layout.ranks),
         budget={},
@@ -257,6 +303,13 @@ def _plan(setting: Setting, architecture: Architecture, layout: ResolvedLayout) 
         layout=Layout(stages=[]),
         predicted=Figures(),
     )
+
+
+def _placement(setting: Setting) -> Placement:
+    """What blocks do with their activations, and where their states live."""
+    plans = block_plans(setting)
+    activations = tuple(LEVELS[one.recompute] + "+offload" * one.offload for one in plans)
+    return Placement(activations, States.split(len(plans), optimizer=len(plans) * setting.offload.optimizer))
 
 
 def _rules(setting: Setting) -> str:
