@@ -90,9 +90,16 @@ class Contenders:
 
     def may_take(self, layout: ResolvedLayout, seconds: float) -> bool:
         """Whether a candidate that takes so many seconds or more, or does not fit, may still change anything."""
+        return self._may_take(seconds, self._families_of(layout))
+
+    def may_lead(self, layout: ResolvedLayout, seconds: float) -> bool:
+        """Whether one that takes so many seconds or more may be among the best, or the best of as many stages."""
+        return self._may_take(seconds, [one for one in self._families_of(layout) if one[0] == "pp"])
+
+    def _may_take(self, seconds: float, families: list[Family]) -> bool:
         if len(self.best) < self._keep or seconds < self.best[-1].seconds:
             return True
-        others = [self.families.get(family) for family in self._families_of(layout)]
+        others = [self.families.get(family) for family in families]
         return any(other is None or isinstance(other, Misfit) or seconds < other.seconds for other in others)
 
     def _families_of(self, layout: ResolvedLayout) -> list[Family]:

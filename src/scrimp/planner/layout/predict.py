@@ -57,6 +57,7 @@ from scrimp.planner.layout.stages import (
     numbers_of_block,
     numbers_of_ends,
     numbers_of_rank,
+    numbers_that_leave,
     rank_of_stage,
     splits_backward,
     stages_of_rank,
@@ -129,21 +130,24 @@ def predict(setting: Setting, free: Sequence[str] = ()) -> Prediction:
     return Prediction(step, rate, seconds, least_step, step - slower * reductions)
 
 
-def least_step_seconds(setting: Setting, free: Sequence[str] = ()) -> float:
+def least_step_seconds(
+    setting: Setting, free: Sequence[str] = (), busy: Sequence[float] | None = None
+) -> float:
     """A step at least, without playing the pipeline: what ranks compute and exchange, how long they wait at least
     (`least_weights`), what no pass hides of the reductions, and the update.
 
     Args:
         free: as of `predict`.
+        busy: `rank_seconds`, where they are known.
     """
-    each, layout = rank_seconds(setting, free), setting.layout
+    each, layout = busy or rank_seconds(setting, free), setting.layout
     # Ranks of as many parameters on the same devices update and reduce alike.
     alike = {(setting.at(one).places, numbers_of_rank(setting, one)): one for one in range(layout.pp)}
     ranks = alike.values()
-    busy = max(setting.micro_batches * max(each), float((rank_weights(setting) @ each).max()))
+    passes = max(setting.micro_batches * max(each), float((rank_weights(setting) @ each).max()))
     optimizer = max(_optimizer(setting.at(rank), rank) for rank in ranks)
     apart = min(sum(once_a_step(setting.at(rank), rank)) for rank in ranks)
-    return (busy + optimizer + (1.0 - setting.software.hidden_gathers) * apart) * _slower(setting)
+    return (passes + optimizer + (1.0 - setting.software.hidden_gathers) * apart) * _slower(setting)
 
 
 def rank_weights(setting: Setting) -> Array:
@@ -399,5 +403,9 @@ def _optimizer(setting: Setting, rank: int) -> float:
     numbers = numbers_of_rank(setting, rank).over(setting.state_shards)
     each = (software.state_bytes - software.master_bytes) * setting.offload.optimizer
     each += software.master_bytes * setting.offload.master
-    visits = each * numbers / (link.bytes_per_second * link.both_ways)
+    visits = (
+        each
+        * numbers_that_leave(setting, rank).over(setting.state_shards)
+        / (link.bytes_per_second * link.both_ways)
+    )
     return max(kernels_of(setting).moved(software.optimizer_bytes * numbers), visits)

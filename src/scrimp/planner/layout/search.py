@@ -12,13 +12,14 @@ Method   Of all layouts and micro-batches that there are (`questions`), what blo
 
          The search ends where the next promise is worse than the plans that are wanted: whatever was not looked at is
          slower than they are.
-         Stages of those that are wanted then get other sizes where these are faster (`stage_sizes`).
+         A pipeline promises what it would take in stages of better sizes (`balanced`); one that is solved, and might
+         lead so, gets them where they are faster (`stage_sizes`).
          Pipelines of zero 3 are looked at once those of zero 1 are through, which in the same shards have the faster
          passes: where their memory is not what decides, none of the doors is opened for zero 3.
          What is given stays as it is, values among them that are not tried otherwise: copies beside shards, ZeRO
          stage 2 (whose step is that of zero 3 with all weights gathered), gpipe, zbv and dualpipev, sizes of stages.
-Limits   Those of `questions`. Stages of what does not lead are as equal as they divide, or in proportion to their
-         devices' rates.
+Limits   Those of `questions`. Stages of what would not lead in perfect balance are as equal as they divide, or in
+         proportion to their devices' rates.
 Checked  tests/planner/layout/test_layout_search.py: brute force over all candidates
 """
 
@@ -29,7 +30,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from scrimp.config.resolved import ResolvedLayout
@@ -41,13 +42,14 @@ from scrimp.planner.layout.predict import (
     Prediction,
     least_step_seconds,
     predict,
+    rank_seconds,
     rank_weights,
     send_seconds,
 )
 from scrimp.planner.layout.questions import Question, layouts, micro_batches, setting_of
 from scrimp.planner.layout.setting import BlockPlan, Setting
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
-from scrimp.planner.layout.stage_sizes import improved
+from scrimp.planner.layout.stage_sizes import balanced, improved
 
 
 @dataclass(frozen=True)
@@ -101,22 +103,28 @@ class _Waiting:
     setting: Setting = field(compare=False)
     free: tuple[str, ...] = field(compare=False)
     """Recipes of which each product takes the fastest where bytes and harm are free."""
+    has_own_sizes: bool = field(compare=False)
+    """Whether the sizes of its stages are given."""
     rough: Prediction | None = field(compare=False, default=None)
     """Filled by the second door."""
     blocks: Blocks | None = field(compare=False, default=None)
     """The same."""
+    balance: float = field(compare=False, default=1.0)
+    """Share of its seconds that other sizes of stages may leave."""
     is_bounded: bool = field(compare=False, default=False)
     """Whether it went through the third one."""
+    solved: Candidate | None = field(compare=False, default=None)
+    """Filled by the fourth one, where stages of other sizes may be faster."""
     followers: list[_Waiting] = field(compare=False, default_factory=list)
     """The same whose ranks share weights too (`_promises`); they wait until this one is through."""
 
-    def release(self, best: Contenders, waiting: list[_Waiting]) -> None:
-        """Let followers wait that may still change anything: none takes less than the passes of this one."""
-        seconds = self.rough.passes if self.rough else self.seconds
+    def released(self, best: Contenders) -> Iterator[_Waiting]:
+        """Followers that may still change anything: none takes less than the passes of this one."""
+        seconds = self.balance * self.rough.passes if self.rough else self.seconds
         for one in self.followers:
             if best.may_take(one.setting.layout, seconds):
-                own = _promise(one.setting, one.free, one.number[0])
-                heapq.heappush(waiting, dataclasses.replace(own, seconds=max(seconds, own.seconds)))
+                own = _promise(one)
+                yield dataclasses.replace(own, seconds=max(seconds, own.seconds))
 
 
 def search(
@@ -142,33 +150,45 @@ def search(
     heapq.heapify(waiting)
     while waiting:
         one = heapq.heappop(waiting)
-        if not known.best.may_take(one.setting.layout, one.seconds):
-            one.release(known.best, waiting)
-            continue
-        note(f"{known.tried:,} settings tried, {known.solved:,} of them solved block by block")
-        blocks = one.blocks or Blocks(one.setting, quality)
-        if one.rough is None:
-            for other in _with_more_on_host(one, question):
-                heapq.heappush(waiting, other)
-            known.counts(one, blocks)
-            following = _played(one, blocks) if blocks.has_room else None
-        elif one.is_bounded:
-            known.takes(one, blocks, _solved(blocks))
-            one.release(known.best, waiting)
-            continue
+        if known.best.may_take(one.setting.layout, one.seconds):
+            note(f"{known.tried:,} settings tried, {known.solved:,} of them solved block by block")
+            following = _after_next_door(one, known, quality)
         else:
-            following = _bounded(one, blocks, one.rough)
-        if following is not None and math.isfinite(following.seconds):
-            heapq.heappush(waiting, following)
-        else:
-            known.does_not_fit(one, blocks)
-            one.release(known.best, waiting)
+            following = one.released(known.best)
+        for other in following:
+            heapq.heappush(waiting, other)
     best = known.best
-    for lead in tuple(best.best) if "stages" not in question.given else ():
-        best.fits(_with_better_stages(lead, quality))
+    if "stages" not in question.given:
+        for lead in {id(one): one for one in best.families.values() if isinstance(one, Candidate)}.values():
+            best.fits(_with_better_stages(lead, quality))
     return Found(
         tuple(best.best), known.tried, known.priced, known.too_large, known.least, known.host, best.families
     )
+
+
+def _after_next_door(one: _Waiting, known: _Known, quality: Quality | None) -> Iterator[_Waiting]:
+    """Take a candidate through its next door; gives what waits then."""
+    if one.solved is not None:
+        if known.best.may_lead(one.setting.layout, one.seconds):
+            known.best.fits(_with_better_stages(one.solved, quality))
+        return
+    blocks = one.blocks or Blocks(one.setting, quality)
+    if one.is_bounded:
+        found = known.takes(one, blocks, _solved(blocks))
+        yield from _with_other_stages(one, found)
+        yield from one.released(known.best)
+        return
+    if one.rough is None:
+        yield from _with_more_on_host(one, known.question)
+        known.counts(one, blocks)
+        following = _played(one, blocks) if blocks.has_room else None
+    else:
+        following = _bounded(one, blocks, one.rough)
+    if following is not None and math.isfinite(following.seconds):
+        yield following
+    else:
+        known.does_not_fit(one, blocks)
+        yield from one.released(known.best)
 
 
 @dataclass
@@ -194,13 +214,13 @@ class _Known:
         if blocks.leanest_bytes <= self.question.device.memory_bytes:
             self.host = min(self.host, host_bytes(one.setting))
 
-    def takes(self, one: _Waiting, blocks: Blocks, found: Candidate | None) -> None:
-        """Take in one that was solved."""
+    def takes(self, one: _Waiting, blocks: Blocks, found: Candidate | None) -> Candidate | None:
+        """Take in one that was solved; gives it back."""
         self.solved += 1
         if found is None:
             self.does_not_fit(one, blocks)
-            return
         self.best.fits(found)
+        return found
 
     def does_not_fit(self, one: _Waiting, blocks: Blocks) -> None:
         """Take in one that has no room."""
@@ -271,18 +291,23 @@ def _promises(
             setting = dataclasses.replace(setting, offload=question.on_host(layout)[0])
             place = dataclasses.replace(layout, zero=1), micro_batch
             number += 1
+            one = _Waiting(0.0, (number, 0), setting, free, "stages" in question.given)
             if layout.zero == 3 and layout.dp == 1 and place in leaders:
-                leaders[place].followers.append(_Waiting(0.0, (number, 0), setting, free))
+                leaders[place].followers.append(one)
                 continue
-            waiting.append(_promise(setting, free, number))
+            waiting.append(_promise(one))
             if layout.pp > 1 and layout.zero == 1:
                 leaders[place] = waiting[-1]
             note(f"{number:,} settings found")
     return waiting
 
 
-def _promise(setting: Setting, free: tuple[str, ...], number: int) -> _Waiting:
-    return _Waiting(least_step_seconds(_unlimited(setting), free), (number, 0), setting, free)
+def _promise(one: _Waiting) -> _Waiting:
+    """Before the first door, with what it promises."""
+    best = _unlimited(one.setting)
+    busy = rank_seconds(best, one.free)
+    share = 1.0 if one.has_own_sizes else balanced(best, busy)[1]
+    return dataclasses.replace(one, seconds=share * least_step_seconds(best, one.free, busy), balance=share)
 
 
 def _unlimited(setting: Setting) -> Setting:
@@ -297,14 +322,23 @@ def _with_more_on_host(one: _Waiting, question: Question) -> list[_Waiting]:
     if level + 1 == len(levels):
         return []
     setting = dataclasses.replace(one.setting, offload=levels[level + 1])
-    least = least_step_seconds(_unlimited(setting), one.free)
-    return [_Waiting(least, (number, level + 1), setting, one.free)]
+    return [_promise(_Waiting(0.0, (number, level + 1), setting, one.free, one.has_own_sizes))]
+
+
+def _with_other_stages(one: _Waiting, found: Candidate | None) -> list[_Waiting]:
+    """The same once it is solved, where blocks may move between its stages."""
+    share = 1.0 if one.has_own_sizes or found is None else balanced(found.setting)[1]
+    if found is None or share == 1.0:
+        return []
+    return [dataclasses.replace(one, seconds=share * found.seconds, solved=found, followers=[])]
 
 
 def _played(one: _Waiting, blocks: Blocks) -> _Waiting:
     """After the second door."""
     rough = predict(_unlimited(one.setting), one.free)
-    return dataclasses.replace(one, seconds=max(one.seconds, rough.least), rough=rough, blocks=blocks)
+    return dataclasses.replace(
+        one, seconds=max(one.seconds, one.balance * rough.least), rough=rough, blocks=blocks
+    )
 
 
 def _bounded(one: _Waiting, blocks: Blocks, rough: Prediction) -> _Waiting:
@@ -314,7 +348,7 @@ def _bounded(one: _Waiting, blocks: Blocks, rough: Prediction) -> _Waiting:
     passes = blocks.least_seconds(rank_weights(setting), sends)
     slower = rough.step_seconds / (rough.step_seconds - rough.seconds["other"])
     step = passes + rough.seconds["optimizer"]
-    return dataclasses.replace(one, seconds=max(one.seconds, slower * step), is_bounded=True)
+    return dataclasses.replace(one, seconds=max(one.seconds, one.balance * slower * step), is_bounded=True)
 
 
 def _solved(blocks: Blocks) -> Candidate | None:
