@@ -338,6 +338,7 @@ BAD_CLUSTERS: list[tuple[dict[str, Any], str, str]] = [
     ({"nodes": [ENTRY, {"cuont": 2, "node": "dgx-h100"}]}, "nodes[1].cuont", "nodes[1].count"),
     ({"nodes": [{"count": 2}]}, "nodes[0].node", "dgx-h100"),
     ({"nodes": [{**ENTRY, "node": "dgx-h10"}]}, "nodes[0].node", "did you mean 'dgx-h"),
+    ({"nodes": [{**ENTRY, "device": "h10O"}]}, "nodes[0].device", "did you mean 'h"),
     ({"nodes": [{**ENTRY, "count": 0}]}, "nodes[0].count", "a whole number"),
     ({"nodes": [{**ENTRY, "count": 2.0}]}, "nodes[0].count", "a whole number"),
     ({"nodes": [{**ENTRY, "count": True}]}, "nodes[0].count", "a whole number"),

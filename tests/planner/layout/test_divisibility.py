@@ -70,6 +70,7 @@ def test_degrees_that_are_possible_alone_and_not_together() -> None:
     assert against(asked, {"tp": 8, "pp": 4}) == ["tp 8 pp 4: 32 ranks do not divide 16 devices"]
     assert "take turns" in against(asked, {"virtual": 2, "pp": 1})[0]
     assert "more stages than the 32 blocks" in against(asked, {"virtual": 5, "pp": 8})[0]
+    assert "scrimp does not run layout.cp beside layout.tp" in against(asked, {"tp": 2, "cp": 2})[0]
     few = question(LLAMA_8B, "2x8xh100", 2)
     assert "cannot be shared by 16 devices" in against(few, {"tp": 1, "pp": 1, "cp": 2})[0]
     assert against(asked, {}) == []

@@ -19,7 +19,7 @@ from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.given_memory import GivenMemory
 from scrimp.planner.layout.predict import predict
 from scrimp.planner.layout.questions import Question, layouts, micro_batches, setting_of
-from scrimp.planner.layout.search import fits, search
+from scrimp.planner.layout.search import Candidate, fits, search
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Offload, Setting
 from scrimp.planner.layout.stage_memory import peak_bytes
 
@@ -203,3 +203,27 @@ def test_every_kind_of_device_has_room_for_its_rank(tmp_path: Path) -> None:
     assert spanning
     assert all(max(rank.total for rank in one.memory) <= least for one in spanning)
     assert all(one.fullest <= 1 for one in found.best)
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_the_best_pipeline_is_the_same_however_many_are_wanted(pp: int) -> None:
+    """Stages are made better before plans are ranked: a head that is as much as several blocks shows it."""
+    like = setting(dataclasses.replace(LLAMA_8B, layers=16), "8xh100", pp=pp, fsdp=8 // pp, global_batch=64)
+    asked = dataclasses.replace(question(like), given={"pp": pp})
+    best = [search(asked, keep=keep, has_families=False).best[0].seconds for keep in (1, 2, 6)]
+    assert best[0] == pytest.approx(best[2], rel=1e-9)
+    assert best[1] == pytest.approx(best[2], rel=1e-9)
+    with_others = search(dataclasses.replace(asked, given={}), keep=1)
+    family = with_others.families["pp", pp]
+    assert isinstance(family, Candidate)
+    assert family.seconds == pytest.approx(best[0], rel=1e-9)
+
+
+def test_more_memory_makes_no_pipeline_slower() -> None:
+    like = setting(dataclasses.replace(LLAMA_8B, layers=16), "8xh100", pp=4, fsdp=2, global_batch=64)
+    asked = dataclasses.replace(question(like), given={"pp": 4})
+    seconds = [
+        search(dataclasses.replace(asked, cluster=with_memory(like, size).cluster), keep=1).best[0].seconds
+        for size in (30e9, 45e9, 80e9, 160e9)
+    ]
+    assert seconds == sorted(seconds, reverse=True)

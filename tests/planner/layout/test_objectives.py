@@ -131,6 +131,9 @@ def test_what_no_cluster_trains_in_time_names_the_fastest() -> None:
     with pytest.raises(PlanError, match="trains so many tokens in time") as wrong:
         ask(asked, Goal(objective="smallest-cluster", tokens=1e13, days=30))
     assert "the fastest that was tried" in str(wrong.value.got)
+    with pytest.raises(PlanError, match="trains so many tokens in time") as wrong:
+        ask(asked, Goal(objective="smallest-cluster", tokens=1e13, days=1e-4))
+    assert "too slow at its peak rate" in str(wrong.value.got)
     huge = dataclasses.replace(LLAMA_8B, width=2**17, heads=2**10, kv_heads=1, vocab_size=127_999)
     with pytest.raises(PlanError, match="no cluster of these devices trains the model"):
         ask(

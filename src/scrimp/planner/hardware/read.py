@@ -63,17 +63,18 @@ _MOST: Final = 2**20
 _KINDS: Final[tuple[Kind, ...]] = ("fp8", "fp8_block", "mxfp8", "nvfp4")
 
 
-def load_device(name: str | Path, relative_to: Path | None = None) -> Device:
+def load_device(name: str | Path, relative_to: Path | None = None, where: str | None = None) -> Device:
     """A device by its name, or from a TOML file.
 
     Args:
         relative_to: folder that a file's path starts from.
+        where: the key and the file that name it, for an error.
     """
     file = _file(name, relative_to)
     if file is not None:
         return _device(file)
     if name not in DEVICES:
-        raise _no_such("device", str(name), DEVICES)
+        raise _no_such("device", str(name), DEVICES, where)
     return _shipped_device(str(name))
 
 
@@ -148,7 +149,7 @@ def _node(table: Any, where: str, folder: Path, device: str | None = None, prefi
                 got=repr(value)[:80],
                 expected="a device or a TOML file",
             )
-        return load_device(device or value, folder)
+        return load_device(device or value, folder, f"{prefix}device in {where}")
 
     ranges = {prefix + key: allowed for key, allowed in NODE_RANGES.items()}
     found = build(Node, table, Reader(where, ranges, {f"{prefix}device": read_device}), prefix)
@@ -262,7 +263,7 @@ def _group(entry: Any, number: int, where: str, folder: Path) -> NodeGroup:
         if wanted not in NODES:
             raise _no_such("node", wanted, NODES, f"{prefix}node in {where}")
         node = load_node(wanted)
-        node = node if device is None else replace(node, device=load_device(device, folder))
+        node = node if device is None else replace(node, device=load_device(device, folder, f"{prefix}device in {where}"))
     else:
         node = _node(wanted, where, folder, device, f"{prefix}node.")
     count = _whole(entry.get("count", 1), f"{prefix}count", where, _MOST)

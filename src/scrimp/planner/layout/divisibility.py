@@ -106,6 +106,8 @@ def _together(question: Question) -> str:
     product = math.prod(given.get(name, 1) for name in ("tp", "pp", "cp", "fsdp", "dp"))
     if devices % product:
         return f"{words}{product} ranks do not divide {devices:,} devices"
+    if min(given.get("tp", 1), given.get("cp", 1)) > 1 and not question.software.cuts_shared_rows:
+        return f"{words}software {question.software.name} does not run layout.cp beside layout.tp"
     if "schedule" in given or "stages" in given:
         if given.get("schedule") in V_SHAPED:
             return (

@@ -24,7 +24,6 @@ from scrimp.planner.layout.stages import (
     numbers_of_block,
     numbers_of_ends,
     numbers_of_rank,
-    numbers_that_leave,
 )
 
 
@@ -45,8 +44,7 @@ def weight_bytes(setting: Setting, own: Kinds, rank: int) -> float:
         found += masters * (not setting.offload.master)
     if setting.streams_weights:
         ranks = setting.weight_shards[0] if is_shared else 1
-        staying = (numbers.total - numbers_that_leave(setting, rank).total) / ranks
-        found = min(found, (2 * _largest(setting, own) / ranks + staying) * software.held_weight_bytes)
+        found = min(found, 2 * _largest(setting, own) / ranks * software.held_weight_bytes)
     if is_shared and _is_whole(setting):
         found += setting.block_weight_bytes * _whole(setting, own)
     return found
@@ -76,8 +74,7 @@ def gradient_bytes(setting: Setting, own: Kinds, rank: int) -> float:
     if _is_whole(setting):
         found += software.gradient_bytes * numbers.total
     if setting.offload.gradients:
-        staying = (numbers.total - numbers_that_leave(setting, rank).total) / setting.weight_shards[0]
-        found = min(found, (2 * _largest(setting, own) + staying) * software.held_gradient_bytes)
+        found = min(found, 2 * _largest(setting, own) * software.held_gradient_bytes)
     return found
 
 
@@ -99,17 +96,15 @@ def gathered_bytes(setting: Setting, own: Kinds, rank: int) -> tuple[float, floa
 def state_bytes(setting: Setting, rank: int) -> float:
     """Moments and master weights that stay on the device."""
     software, offload = setting.software, setting.offload
-    away = (software.state_bytes - software.master_bytes) * offload.optimizer
-    away += software.master_bytes * offload.master
-    shards = setting.state_shards
-    every = software.state_bytes * numbers_of_rank(setting, rank).over(shards)
-    return every - away * numbers_that_leave(setting, rank).over(shards)
+    moments = software.state_bytes - software.master_bytes
+    each = moments * (not offload.optimizer) + software.master_bytes * (not offload.master)
+    return each * numbers_of_rank(setting, rank).over(setting.state_shards)
 
 
 def host_bytes(setting: Setting) -> float:
     """Bytes of states that the rank with most of them has in host memory."""
     software, offload, shards = setting.software, setting.offload, setting.weight_shards
-    ranks = [numbers_that_leave(setting, rank) for rank in range(setting.layout.pp)]
+    ranks = [numbers_of_rank(setting, rank) for rank in range(setting.layout.pp)]
     moments = (software.state_bytes - software.master_bytes) * offload.optimizer
     states = moments + software.master_bytes * offload.master
     weights, gradients = (

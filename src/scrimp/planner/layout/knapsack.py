@@ -111,7 +111,8 @@ class Stage:
             self.seconds[own, :number], self.harm[own, :number] = one.seconds, one.harm
             self.bytes[own, :number] = np.where(np.isfinite(one.seconds), one.bytes, np.inf)
         least = self.bytes.min(axis=1)
-        self.steps = self.bytes - least[:, None]
+        has_room = np.isfinite(least)[:, None]  # else none of a block's choices has
+        self.steps = np.subtract(self.bytes, least[:, None], where=has_room, out=np.full(shape, np.inf))
         """[E, K] bytes over the least of the block."""
         self.spare = room - float(self.counts @ least)
         self._known: dict[float, Plan] = {}

@@ -363,6 +363,6 @@ def read_model(model: str | ModelShape) -> ModelShape | Architecture:
         raise ConfigError(
             f"model {model} is not known",
             expected="a preset, a file of a shape (.toml), or a shape",
-            do=f"did you mean {near}?" if near else "see scrimp train --help for the presets",
+            do=f"did you mean {near}?" if near else f"name one of {', '.join(names)}",
         )
     return preset(model)

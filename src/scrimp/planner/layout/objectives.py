@@ -105,6 +105,10 @@ class Searching:
         return fits(question, self.note)
 
 
+AT_PEAK = "too slow at its peak rate"
+"""What is said of a size that was not searched."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """One question of the series."""
@@ -199,7 +203,7 @@ def _smallest(question: Question, goal: Goal, searching: Searching) -> Answer:
     def tried(cluster: Cluster) -> tuple[Found | None, Trial]:
         if cluster.devices < least:
             late = dataclasses.replace(question, cluster=cluster)
-            return None, Trial(cluster.name, late, None, "too slow at its peak rate")
+            return None, Trial(cluster.name, late, None, AT_PEAK)
         return _tried(question, cluster, goal, searching)
 
     for cluster in sizes_like(question.cluster):
@@ -253,7 +257,14 @@ def _late(question: Question, found: Found, goal: Goal) -> str:
 
 def _too_late(trials: list[Trial], goal: Goal) -> PlanError:
     assert goal.tokens is not None
+    late = "no cluster of these devices trains so many tokens in time"
     if not any(trial.best for trial in trials):
+        if any(trial.note == AT_PEAK for trial in trials):
+            return PlanError(
+                late,
+                got=f"{goal.days:g} days; up to {trials[-1].name} all are {AT_PEAK}",
+                do="give more days or fewer tokens",
+            )
         return PlanError(
             "no cluster of these devices trains the model",
             got=f"{len(trials)} sizes tried, up to {trials[-1].name}",
@@ -265,7 +276,7 @@ def _too_late(trials: list[Trial], goal: Goal) -> PlanError:
         if trial.best
     )
     return PlanError(
-        "no cluster of these devices trains so many tokens in time",
+        late,
         got=f"{goal.days:g} days; the fastest that was tried, {name}, takes {days:,.1f}",
         do="give more days or fewer tokens, "
         + (

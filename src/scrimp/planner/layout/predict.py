@@ -57,7 +57,6 @@ from scrimp.planner.layout.stages import (
     numbers_of_block,
     numbers_of_ends,
     numbers_of_rank,
-    numbers_that_leave,
     rank_of_stage,
     splits_backward,
     stages_of_rank,
@@ -403,9 +402,5 @@ def _optimizer(setting: Setting, rank: int) -> float:
     numbers = numbers_of_rank(setting, rank).over(setting.state_shards)
     each = (software.state_bytes - software.master_bytes) * setting.offload.optimizer
     each += software.master_bytes * setting.offload.master
-    visits = (
-        each
-        * numbers_that_leave(setting, rank).over(setting.state_shards)
-        / (link.bytes_per_second * link.both_ways)
-    )
+    visits = each * numbers / (link.bytes_per_second * link.both_ways)
     return max(kernels_of(setting).moved(software.optimizer_bytes * numbers), visits)

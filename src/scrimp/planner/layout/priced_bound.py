@@ -51,8 +51,9 @@ def least_at_prices(ranks: Sequence[RankKinds], prices: Array) -> Array:
     found = left.value
     for _ in range(_CUTS):
         is_open = (left.slope > 0) & (right.slope <= 0)
-        gap = np.where(is_open, left.slope - right.slope, 1.0)
-        mu = np.where(is_open, (right.height - left.height) / gap, 0.0)
+        # Slopes and heights of ranks without room are infinite: nothing is taken from one another there.
+        gap = np.subtract(left.slope, right.slope, where=is_open, out=np.ones_like(left.slope))
+        mu = np.subtract(right.height, left.height, where=is_open, out=np.zeros_like(gap)) / gap
         crossing = left.height + mu * left.slope
         here = kinds.at(mu)
         found = np.where(is_open, np.maximum(found, here.value), found)

@@ -168,8 +168,6 @@ class Software:
     """Bytes of master weight and moments for each number."""
     master_bytes: float
     """Bytes of the master weight alone."""
-    ends_leave: bool
-    """Whether embedding and head, and their states, live in host memory where those of blocks do."""
     hidden_exchanges: float
     """Share of the exchanges of tp within a block that can run beside computing."""
     whole_exchanges: tuple[str, ...]

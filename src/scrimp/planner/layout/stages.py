@@ -172,13 +172,6 @@ def _numbers_of_rank(setting: Setting, rank: int) -> Numbers:
     return Numbers(ours + numbers_of_ends(setting, rank), experts)
 
 
-def numbers_that_leave(setting: Setting, rank: int) -> Numbers:
-    """Parameters of a rank that may live in host memory, or their states: all, or those of blocks (`ends_leave`)."""
-    numbers = numbers_of_rank(setting, rank)
-    stays = 0.0 if setting.software.ends_leave else numbers_of_ends(setting, rank)
-    return Numbers(numbers.dense - stays, numbers.routed)
-
-
 def numbers_of_ends(setting: Setting, rank: int) -> float:
     """Parameters of embedding and head of a rank of the pipeline."""
     layout, model, found = setting.layout, setting.model, 0.0
