@@ -263,7 +263,8 @@ def _group(entry: Any, number: int, where: str, folder: Path) -> NodeGroup:
         if wanted not in NODES:
             raise _no_such("node", wanted, NODES, f"{prefix}node in {where}")
         node = load_node(wanted)
-        node = node if device is None else replace(node, device=load_device(device, folder, f"{prefix}device in {where}"))
+        if device is not None:
+            node = replace(node, device=load_device(device, folder, f"{prefix}device in {where}"))
     else:
         node = _node(wanted, where, folder, device, f"{prefix}node.")
     count = _whole(entry.get("count", 1), f"{prefix}count", where, _MOST)
