@@ -117,6 +117,7 @@ def test_an_objective_chooses_the_question() -> None:
         ({"layout": {"tpp": 2}}, "tp", ConfigError),
         ({"global_batch": 0}, "global_batch is out of range", ConfigError),
         ({"objective": "fastest"}, "one of step-time", ConfigError),
+        ({"objective": None}, "one of step-time", ConfigError),
         ({"objective": "step_time"}, "did you mean step-time", ConfigError),
         ({"days": 3.0}, "nothing says what", PlanError),
         ({"tokens": -1.0}, "tokens are out of range", PlanError),

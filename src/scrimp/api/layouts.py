@@ -214,7 +214,7 @@ def _plain(value: Any) -> Any:
 
 def _goal(objective: str, tokens: float | str | None, days: float | None) -> Goal:
     if objective not in OBJECTIVES:
-        near = nearest_word(objective, OBJECTIVES)
+        near = nearest_word(str(objective), OBJECTIVES)
         raise ConfigError(
             "objective is not known",
             got=objective,

@@ -247,7 +247,7 @@ def software_for(name: str, precision: str, schedule: str = "auto") -> Software:
     if name not in SPLITTING:
         raise ConfigError(
             f"layout.schedule {schedule} is not carried out by software {name}",
-            got="blocks that are compiled or captured, which make all gradients at once",
+            got="backward passes that are predicted whole, not in their two halves",
             expected=f"software {', '.join(SPLITTING)}",
             do="name one of these, or choose layout.schedule interleaved",
         )
