@@ -71,6 +71,7 @@ def test_runs_that_are_missing_are_counted_before_further_seeds(
         (["none"], "there is no study 'none'"),
         (["empty"], "is no study's folder"),
         (["mine", "--out", "other"], "--out"),
+        (["mine", "--trust-code"], "--trust-code"),
         (["mine", "--dry-run"], "--dry-run"),
         (["mine", "--seeds", "5", "--at-once", "2", "--ray", "local"], "--seeds, --at-once, --ray"),
         (["mine.toml", "--seeds", "0"], "--seeds is out of range"),

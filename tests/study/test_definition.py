@@ -177,6 +177,7 @@ REFUSED = {
     "control": ('control = "bf1"\n' + LIST, "control in mine.toml", "did you mean bf16"),
     "no list in a grid": (GRID.replace("[512]", "512"), "grid.train.batch_tokens", None),
     "a list and a table in a grid": (GRID + "train = [1]\n", "grid.train in", "train.batch_tokens"),
+    "a key twice in a grid": (GRID + '"optimizer.lr" = [3e-3]\n', "optimizer.lr twice", "keep one"),
     "seed in settings": (LIST.replace("train.steps = 8", "run.seed = 8"), "run.seed", "seeds at the top"),
     "folder": (LIST.replace("train.steps = 8", 'run.dir = "x"'), "run.dir", "--out"),
     "seeds twice": ("seeds = [1, 1]\n" + LIST, "seeds in mine.toml", None),

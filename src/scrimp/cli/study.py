@@ -41,6 +41,7 @@ def study(command: StudyCommand) -> int:
             "--set": bool(command.set),
             "--at-once": command.at_once is not None,
             "--ray": command.ray is not None,
+            "--trust-code": command.trust_code,
         }
         if any(refused.values()):
             raise ConfigError(

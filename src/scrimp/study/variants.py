@@ -160,7 +160,7 @@ def _of_list(value: object, where: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _of_grid(table: Mapping[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
-    lists = _flat(table_of(table, "grid", where))
+    lists = _flat(table_of(table, "grid", where), where)
     for key, values in lists.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(
@@ -191,11 +191,20 @@ def _word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(table: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
     """Values by dotted key, of tables within tables."""
     found: dict[str, Any] = {}
     for key, value in table.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        name = f"{prefix}{key}"
+        part = _flat(value, where, f"{name}.") if isinstance(value, dict) else {name: value}
+        twice = sorted(found.keys() & part.keys())
+        if twice:
+            raise ConfigError(
+                f"the grid of {where} has {', '.join(twice)} twice",
+                got="the name in quotes, and in a table",
+                do="keep one of them",
+            )
+        found |= part
     return found
 
 
