@@ -125,6 +125,11 @@ def test_a_shape_is_a_file_or_stands_in_the_line(tmp_path: Path) -> None:
         ({"layout": {"cp": 8, "zero": 0}, "software": "megatron"}, "layout.zero 0 shares nothing"),
         ({"model": SHAPE | {"learned_positions": 512}}, "longer than the model's table of positions"),
         ({"offload": {"activation_layers": -1}}, "offload.activation_layers is out of range"),
+        (
+            {"offload": {"activation_layers": 33}},
+            "offload.activation_layers is more blocks than the model has",
+        ),
+        ({"recompute": 33}, "recompute is more blocks than the model has"),
         ({"blocks": [{"formats": [["mlp.dwn.wgrad", "fp8"]]}] * 32}, "did you mean mlp.down.wgrad"),
     ],
 )
@@ -133,6 +138,12 @@ def test_a_bad_line_is_answered_with_its_number(change: dict[str, Any], says: st
     assert found.keys() == {"error"}
     assert says in found["error"]
     assert "line 7" in found["error"]
+
+
+def test_a_key_that_a_line_has_twice_is_named() -> None:
+    text = json.dumps(GOOD)[:-1] + ', "model": "llama-3.1-70b"}'
+    assert "twice" in answer_line(text, where="line 7")["error"]
+    assert "got model" in answer_line(text, where="line 7")["error"]
 
 
 @pytest.mark.parametrize(

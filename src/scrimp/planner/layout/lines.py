@@ -7,6 +7,7 @@ all the same. docs/planner.md shows a line and its answer.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import lru_cache
@@ -91,9 +92,18 @@ def answer_line(text: str, *, where: str) -> dict[str, Any]:
     """
     try:
         line = decode_json(text, Line, origin=where, error=ConfigError, do=_DO)
+        json.loads(text, object_pairs_hook=_each_once)
         return answer(setting_of(line))
     except ScrimpError as error:
         return {"error": str(error) if where in str(error) else f"{where}: {error}"}
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> None:
+    """Refuse a key that an object has twice, of which a reader would take the last."""
+    names = Counter(name for name, _ in pairs)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise ConfigError("a key is there twice", got=", ".join(twice), do="keep one of them")
 
 
 def answer(setting: Setting) -> dict[str, Any]:
@@ -321,7 +331,15 @@ def _check_blocks(line: Line) -> None:
 
 
 def _check_blocks_of(line: Line, model: ModelSizes) -> None:
-    """Refuse plans of other blocks than the model's."""
+    """Refuse plans of other blocks than the model's, or of more."""
+    numbers = {"recompute": line.recompute, "offload.activation_layers": line.offload.activation_layers}
+    for key, number in numbers.items():
+        if isinstance(number, int) and number > len(model.blocks):
+            raise ConfigError(
+                f"{key} is more blocks than the model has",
+                got=f"{number:,}",
+                expected=f"at most {len(model.blocks):,}, of each rank",
+            )
     if line.blocks and len(line.blocks) != len(model.blocks):
         raise ConfigError(
             "blocks are not those of the model",
