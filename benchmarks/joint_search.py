@@ -44,7 +44,7 @@ from scrimp.planner.layout.block_choices import Blocks
 from scrimp.planner.layout.block_menus import Formats, Quality
 from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.predict import predict
-from scrimp.planner.layout.questions import ON_HOST, Question, layouts, micro_batches
+from scrimp.planner.layout.questions import OWN_ON_HOST, Question, layouts, micro_batches
 from scrimp.planner.layout.search import search
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.software import software
@@ -175,7 +175,7 @@ def memory_of(question: Question) -> Setting:
         one for one in range(devices, 0, -1) if devices % one == 0 and question.global_batch % one == 0
     )
     layout = ResolvedLayout(dp=1, fsdp=readers, zero=3, tp=devices // readers)
-    for offload in ON_HOST:
+    for offload in OWN_ON_HOST:
         for micro_batch in micro_batches(question, layout):
             one = Setting(
                 model=question.model,

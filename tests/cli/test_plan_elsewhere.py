@@ -14,9 +14,13 @@ import pytest
 from scrimp.cli import main
 from scrimp.cli.plan_tables import formats_text
 from scrimp.config import preset
+from scrimp.models import spec_of
 from scrimp.models.huggingface.config_json import config_from_architecture
+from scrimp.models.shapes import sizes_of
+from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.format_budget import FormatBudget
-from scrimp.planner.layout.lines import Line, question_of
+from scrimp.planner.layout.questions import Question
+from scrimp.planner.layout.software import software
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
 SHAPE = (
@@ -105,6 +109,11 @@ def test_a_hugging_face_folder_is_planned_for_by_its_config_alone(
     [
         ("--hardware 8xh10", "did you mean"),
         ("--hardware rtx4060ti --model.preset llama-3.1-8b", "no layout of the model fits"),
+        (
+            "--hardware rtx4060ti --model.preset llama-3.1-8b",
+            "--optimizer.master-weights False --optimizer.moments",
+        ),
+        ("--hardware 8xh100 --optimizer.name muon", "does not know optimizer.name muon"),
         ("--hardware 8xh100 --layout.tp=3", "no layout has these degrees"),
         ("--hardware 8xh100 --optimizer.lr=0.1", "does not ask for this"),
         ("--hardware 8xh100 --precision snip --budget.saved-bytes=0.5", "budget.saved_bytes"),
@@ -169,7 +178,8 @@ def test_a_cluster_that_is_enough_is_enough(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     "words",
     [
-        "--hardware rtx4060ti --model.preset llama-3.1-8b --train.sequence 4096 --train.batch-tokens 131072",
+        "--hardware rtx4060ti --model.preset llama-3.1-8b --train.sequence 4096 --train.batch-tokens 131072 "
+        "--optimizer.master-weights False",
         "--hardware 8xl40s --model.preset llama-3.1-8b --memory.activations keep+offload "
         "--memory.optimizer device --train.sequence 8192 --train.batch-tokens 524288 --layout.cp 1",
     ],
@@ -260,11 +270,17 @@ def test_why_not_is_answered_with_a_plan_or_with_numbers(capsys: pytest.CaptureF
 
 
 def test_the_share_of_4_bits_is_said_of_formats_of_4_bits() -> None:
-    line = Line(model="llama-3m", hardware="8xb200", sequence=512, global_batch=8, micro_batch=1)
+    asked = Question(
+        model=sizes_of(spec_of(preset("llama-3m"))),
+        cluster=load_hardware("8xb200"),
+        sequence=512,
+        global_batch=8,
+        software=software("scrimp"),
+    )
 
     def text(*names: str, **more: Any) -> str:
         formats = FormatBudget(names=names, share=0.5, **more)
-        return formats_text(dataclasses.replace(question_of(line), formats=formats))
+        return formats_text(dataclasses.replace(asked, formats=formats))
 
     assert text("mxfp8", "nvfp4") == "mxfp8 and at most 50% in nvfp4"
     assert text("mxfp8", "fp8", "nvfp4") == "mxfp8, fp8 and at most 50% in nvfp4"

@@ -13,22 +13,37 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
-from scrimp.config import Range, check_range, nearest_word, parse_count
+from scrimp.config import (
+    Config,
+    Range,
+    check_range,
+    check_values,
+    nearest_word,
+    parse_count,
+    replace_values,
+    settings_in,
+)
 from scrimp.errors import ConfigError
 from scrimp.json_files import as_typed
 from scrimp.models.shapes import ModelShape
+from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.as_json import answer_json
+from scrimp.planner.layout.asked import READ, question_asked
+from scrimp.planner.layout.divisibility import objections
 from scrimp.planner.layout.execution import Execution
-from scrimp.planner.layout.lines import Line, check_line, question_of, read_model, setting_of
+from scrimp.planner.layout.lines import PRECISIONS, Line, check_line, read_model, setting_of, sizes_of_line
 from scrimp.planner.layout.objectives import OBJECTIVES, Answer, Goal, Objective, Searching, answered
 from scrimp.planner.layout.predict import predict as predict_setting
 from scrimp.planner.layout.scaled_models import family_of
 from scrimp.planner.layout.search import Candidate
 from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.stage_memory import peak_bytes
+from scrimp.planner.layout.state_formats import StateFormats
 from scrimp.planner.layout.today import seconds_today
+from scrimp.planner.precision.profile import PrecisionProfile
 
 _DO = "see docs/planner.md for the keys of a line"
 
@@ -48,7 +63,8 @@ class PredictedStep:
 
     @property
     def step_seconds_today(self) -> float:
-        """Seconds as Scrimp quantizes today, operator by operator where no fused kernel is written yet."""
+        """Seconds as Scrimp runs today: quantization and updates operator by operator where no fused kernel is written
+        yet."""
         return seconds_today(self.setting, self.step_seconds) or self.step_seconds
 
     @property
@@ -72,6 +88,11 @@ class LayoutSearch:
     """All of it: the question that an objective chose, the best of each degree's values, what was tried."""
     goal: Goal
 
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why no layout has the degrees that are given; empty where some were tried."""
+        return () if self.tried else tuple(objections(self.answer.question))
+
     def as_json(self) -> dict[str, Any]:
         """As `scrimp plan --hardware --json` prints it."""
         from scrimp import __version__
@@ -93,6 +114,7 @@ def predict(
     precision: str = "bf16",
     blocks: Sequence[BlockPlan | Mapping[str, Any]] = (),
     software: str = "scrimp",
+    states: StateFormats | Mapping[str, Any] | None = None,
     execution: Execution | Mapping[str, Any] | None = None,
 ) -> PredictedStep:
     """Seconds and bytes of a step::
@@ -108,6 +130,7 @@ def predict(
         layout: degrees, 1 where they are not named.
         recompute_parts: what selective recomputation makes again; empty: what the software's does.
         blocks: what each block does, which then stands for `recompute`.
+        states: formats of Scrimp's weights and moments, as {"moments": "bf16", "masters": False}.
         execution: what users of Megatron and TorchTitan set beside the layout.
 
     Raises:
@@ -135,6 +158,8 @@ def search(
     layout: Mapping[str, Any] | None = None,
     precision: str = "bf16",
     software: str = "scrimp",
+    settings: Mapping[str, Any] | None = None,
+    statistics: str | os.PathLike[str] | PrecisionProfile | None = None,
     objective: Objective = "step-time",
     tokens: float | str | None = None,
     days: float | None = None,
@@ -147,6 +172,10 @@ def search(
 
     Args:
         micro_batch, layout: what is kept as it is; all else is searched.
+        precision: one recipe of all blocks' products; snip: the search chooses from `snip.formats`.
+        settings: of a run, by dotted key: snip.formats, budget.*, memory.*, train.parameters, optimizer.moments,
+            optimizer.master_weights.
+        statistics: what `scrimp.measure` found, or its file; beside precision snip.
         objective: step-time, cost, smallest-cluster, longest-context or largest-model.
         tokens, days: of the whole training; tokens as a number, or as 15T.
         keep: how many plans are wanted.
@@ -156,18 +185,29 @@ def search(
         PlanError: an objective has no answer.
     """
     given = {name: value for name, value in locals().items() if name in _SEARCHED}
+    given["precision"] = "bf16" if precision == PLANNED else precision
     line = _line(given | {"micro_batch": 1 if micro_batch is None else micro_batch})
     check_line(line, has_pp="pp" in (layout or {}))
     check_range("keep", keep, Range(1, 10**6))
     goal, wanted = _goal(objective, tokens, days), _wanted(line, layout or {})
     if micro_batch is not None:
         wanted["micro_batch"] = line.micro_batch
-    question = dataclasses.replace(question_of(line), given=wanted)
+    question = question_asked(
+        _config(precision, settings or {}),
+        model=sizes_of_line(line),
+        cluster=load_hardware(line.hardware),
+        sequence=line.sequence,
+        global_batch=line.global_batch,
+        given=wanted,
+        software=software,
+        statistics=_profile(statistics),
+    )
     answer = answered(question, goal, Searching(keep=keep), lambda: family_of(read_model(line.model)))
     plans = tuple(_step(one) for one in answer.found.best)
     return LayoutSearch(plans, answer.found.tried, answer.found.too_large, answer, goal)
 
 
+PLANNED = "snip"
 _SEARCHED = ("model", "hardware", "sequence", "global_batch", "layout", "precision", "software")
 
 
@@ -181,6 +221,31 @@ def _wanted(line: Line, layout: Mapping[str, Any]) -> dict[str, Any]:
         )
     found = {name: getattr(line.layout, name) for name in layout if name != "sequence_parallel"}
     return {name: value for name, value in found.items() if (name, value) != ("schedule", "auto")}
+
+
+def _config(precision: str, settings: Mapping[str, Any]) -> Config:
+    """A configuration with these settings, checked."""
+    table: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key not in READ:
+            near = nearest_word(key, READ)
+            raise ConfigError(
+                f"{key} is not a setting of a search",
+                expected=f"one of {', '.join(READ)}",
+                do=f"did you mean {near}?" if near else "model, batch and layout are arguments of their own",
+            )
+        section, _, name = key.partition(".")
+        table.setdefault(section, {})[name] = value
+    config = replace_values(Config(), settings_in(table, "settings"))
+    # fp16 is other programs': no run of Scrimp's has it.
+    check_values(dataclasses.replace(config, precision="bf16" if precision in PRECISIONS else precision))
+    return dataclasses.replace(config, precision=precision)
+
+
+def _profile(statistics: str | os.PathLike[str] | PrecisionProfile | None) -> PrecisionProfile | None:
+    if statistics is None or isinstance(statistics, PrecisionProfile):
+        return statistics
+    return PrecisionProfile.read(Path(statistics))
 
 
 def _step(one: Candidate) -> PredictedStep:
@@ -201,7 +266,7 @@ def _line(values: Mapping[str, Any]) -> Line:
 
 def _plain(value: Any) -> Any:
     """As JSON would have it."""
-    if isinstance(value, ModelShape | Offload | BlockPlan | Execution):
+    if isinstance(value, ModelShape | Offload | BlockPlan | Execution | StateFormats):
         return dataclasses.asdict(value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)

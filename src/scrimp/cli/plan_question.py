@@ -18,29 +18,18 @@ from scrimp.config import (
     batches,
     flatten,
     nearest_word,
-    parse_bytes,
     parse_count,
-    snip,
 )
 from scrimp.errors import ConfigError
-from scrimp.planner.hardware import Cluster, load_hardware
-from scrimp.planner.layout.degree_checks import check_positions
-from scrimp.planner.layout.format_budget import FormatBudget
-from scrimp.planner.layout.given_memory import given_memory
-from scrimp.planner.layout.lines import PRECISIONS
+from scrimp.planner.hardware import load_hardware
+from scrimp.planner.layout import asked
 from scrimp.planner.layout.objectives import Goal, Objective, Searching
 from scrimp.planner.layout.questions import Question
 from scrimp.planner.layout.scaled_models import ModelFamily, family_of
 from scrimp.planner.layout.shape_files import read_shape
-from scrimp.planner.layout.software import software_for
 from scrimp.planner.precision.profile import PrecisionProfile
 
-READ = (
-    *("train.sequence", "train.batch_tokens", "train.micro_batch", "precision"),
-    *("snip.formats", "budget.fp4_flops", "budget.divergence"),
-    *("budget.host_memory", "budget.device_memory"),
-    *("memory.activations", "memory.optimizer", "memory.gradients", "memory.weights"),
-)
+READ = ("train.sequence", "train.batch_tokens", "train.micro_batch", "precision", *asked.READ)
 LAYOUT = ("dp", "fsdp", "zero", "tp", "pp", "cp", "cp_method", "ep", "etp", "virtual", "schedule", "stages")
 EXPLAINED = {
     **{f"layout.{name}": name for name in ("tp", "pp", "cp", "ep", "etp", "dp", "fsdp", "zero", "virtual")},
@@ -96,30 +85,17 @@ def read_ask(ask: Ask, config: Config, given: Collection[str]) -> Asked:
     _refuse(given, ask.shape)
     tokens = None if ask.tokens is None else parse_count(ask.tokens, key="--tokens")
     goal = Goal(objective=ask.objective, tokens=tokens, days=ask.days)
-    cluster = _with_budget(load_hardware(ask.hardware), config)
+    cluster = load_hardware(ask.hardware)
     family, sequence, batch = _model(ask.shape, config)
-    formats = _formats(config, ask.statistics)
-    memory = given_memory(config.memory)
-    if memory.activations is not None and formats is not None:
-        raise ConfigError(
-            "what blocks do is given, and their formats are searched",
-            got="memory.activations beside precision snip",
-            do="leave one of the two out",
-        )
-    kept, precision = _kept(config, given), formats.base if formats else _precision(config)
-    question = Question(
+    question = asked.question_asked(
+        config,
         model=family.member(family.given).model,
         cluster=cluster,
         sequence=sequence,
         global_batch=batch // sequence,
-        software=software_for("scrimp", precision, kept.get("schedule", "auto")),
-        precision=precision,
-        formats=formats,
-        given=kept,
-        memory=memory,
+        given=_kept(config, given),
+        statistics=None if ask.statistics is None else PrecisionProfile.read(ask.statistics),
     )
-    memory.blocks(len(question.model.blocks))  # refused before the search begins
-    check_positions(question.model, sequence, question.software)
     explain = {} if ask.explain is None else _explain(ask.explain)
     return Asked(question=question, goal=goal, explain=explain, family=family)
 
@@ -131,60 +107,6 @@ def _kept(config: Config, given: Collection[str]) -> dict[str, Any]:
     if found.get("schedule") == "auto":
         del found["schedule"]
     return found if config.train.micro_batch is None else found | {"micro_batch": config.train.micro_batch}
-
-
-def _precision(config: Config) -> str:
-    """The format of all blocks' products."""
-    precision = "bf16" if config.precision == "auto" else config.precision
-    if precision not in PRECISIONS:
-        raise ConfigError(
-            "a search takes one format for all blocks, or chooses",
-            got=f"precision {config.precision}",
-            expected=f"one of {', '.join(PRECISIONS)}, snip",
-        )
-    return precision
-
-
-def _formats(config: Config, statistics: Path | None) -> FormatBudget | None:
-    """What formats the search chooses from; None: one is given."""
-    divergence = config.budget.divergence
-    if not config.is_planned:
-        if statistics is not None or divergence is not None:
-            raise ConfigError(
-                "statistics and a budget of harm are for a search that chooses formats",
-                got=f"precision {config.precision}",
-                do="give --precision snip",
-            )
-        return None
-    if divergence is not None and statistics is None:
-        raise ConfigError(
-            "only statistics say what a format spoils",
-            got=f"--budget.divergence {divergence} without --statistics",
-            do="give --statistics FILE, or a share of FLOPs as --budget.fp4-flops 0.5",
-        )
-    given = config.snip.formats
-    names = (snip.DEFAULT_FORMATS if given == "auto" else given).split(",")
-    return FormatBudget(
-        names=tuple(name.strip() for name in names),
-        share=snip.DEFAULT_SHARE if config.budget.fp4_flops is None else config.budget.fp4_flops,
-        divergence=divergence,
-        statistics=None if statistics is None else PrecisionProfile.read(statistics),
-    )
-
-
-def _with_budget(cluster: Cluster, config: Config) -> Cluster:
-    """The cluster with the memory that the user gives, of each device and of each host."""
-    device, host = config.budget.device_memory, config.budget.host_memory
-    groups = []
-    for group in cluster.groups:
-        node = group.node
-        if device is not None:
-            given = dataclasses.replace(node.device, memory_bytes=parse_bytes(device))
-            node = dataclasses.replace(node, device=given)
-        if host is not None:
-            node = dataclasses.replace(node, host_memory_bytes=parse_bytes(host))
-        groups.append(dataclasses.replace(group, node=node))
-    return dataclasses.replace(cluster, groups=tuple(groups))
 
 
 class Progress:

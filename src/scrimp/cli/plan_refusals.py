@@ -17,6 +17,8 @@ from scrimp.planner.layout.divisibility import has_layout, objections
 from scrimp.planner.layout.host_needs import least_host_memory
 from scrimp.planner.layout.objectives import Answer
 from scrimp.planner.layout.questions import Question
+from scrimp.planner.layout.software import in_states
+from scrimp.planner.layout.state_formats import StateFormats
 from scrimp.report.units import format_bytes
 
 
@@ -78,7 +80,7 @@ def hardware_of_line(cluster: Cluster, asked: Cluster, hardware: str) -> str:
 
 def _way_out(question: Question, asked: Asked, hardware: str, lacking: str, advice: str) -> dict[str, str]:
     """What is expected, and what to do."""
-    others = f"{advice}, shorter sequences, or a smaller model"
+    others = f"{advice}, {_smaller_states(question, asked)}shorter sequences, or a smaller model"
     if len(question.cluster.groups) > 1:
         return {"expected": lacking, "do": f"take {others}"}
     enough = _enough(question, asked)
@@ -87,6 +89,18 @@ def _way_out(question: Question, asked: Asked, hardware: str, lacking: str, advi
     size = size_text(enough, hardware)
     command = f"plan with {size}" if is_file(hardware) else f"plan for `scrimp plan --hardware {size}`"
     return {"expected": f"{lacking}, or {size}", "do": f"{command}, for {others}"}
+
+
+def _smaller_states(question: Question, asked: Asked) -> str:
+    """Formats of states with which the model fits, as the user would ask for them."""
+    if not question.software.states.are_usual:
+        return ""
+    searching = asked.searching()
+    for moments in ("bf16", "8bit"):
+        states = StateFormats(moments=moments, masters=False)
+        if searching.fits(dataclasses.replace(question, software=in_states(question.software, states))):
+            return f"states that take less (--optimizer.master-weights False --optimizer.moments {moments}), "
+    return ""
 
 
 def _enough(question: Question, asked: Asked) -> Cluster | None:

@@ -30,7 +30,7 @@ from scrimp.report.units import format_bytes, format_count, format_rate
 
 LOSERS_SHOWN = 10
 _LOW = 4
-_TODAY = "no fused kernels yet for all of these formats"
+_TODAY = "operator by operator where these formats of products or states have no fused kernels yet"
 _DEGREES = ("pp", "dp", "fsdp", "cp", "tp", "ep")
 
 
@@ -138,7 +138,7 @@ def summary(answer: Answer, goal: Goal) -> str:
         lines.append(f"{format_count(goal.tokens)} tokens: {days:,.3g} days{text}")
     today = seconds_today(found.best[0].setting, seconds)
     if today is not None:
-        lines.append(f"{today:.3g} s a step as quantization runs today, operator by operator: {_TODAY}")
+        lines.append(f"{today:.3g} s a step as Scrimp runs today, {_TODAY}")
     lines += _blocks_lines(found.best[0], question)
     lines.append("split: per cent of a step that is computing, exchanges that nothing hides, and bubble")
     lines.append(f"{found.tried:,} settings tried, of which {found.too_large:,} do not fit")

@@ -45,6 +45,7 @@ from scrimp.planner.hardware import Cluster
 from scrimp.planner.layout.predict import predict
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Setting
 from scrimp.planner.layout.stage_memory import peak_bytes
+from scrimp.planner.layout.state_formats import run_states
 from scrimp.planner.layout.tuning import Failure, Option, Outcome, Tuned, tune
 from scrimp.profiler import Device, resolve_device
 from scrimp.profiler.measured_cluster import cluster_of, software_here
@@ -204,6 +205,7 @@ def _predicted(
                     kind,
                     compute=one.precision_rules.compute,
                     compiled=one.train.compile == "on",
+                    states=run_states(one.optimizer),
                 ),
                 recompute=_AGAIN.get(one.memory.activations, NONE),
             )

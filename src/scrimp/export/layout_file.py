@@ -112,6 +112,15 @@ def offloaded(setting: Setting) -> tuple[str, ...]:
     return (*found, f"activations of {leaving} blocks") if leaving else tuple(found)
 
 
+def states_in_other_formats(setting: Setting) -> tuple[str, ...]:
+    """What a trainer that keeps masters and moments in fp32 cannot be told."""
+    states = setting.software.states
+    if states.are_usual:
+        return ()
+    words = f"moments in {states.name.removesuffix('-alone')}" + ", no masters" * (not states.masters)
+    return (f"{words}: masters and moments are fp32",)
+
+
 def uses_formats(setting: Setting) -> bool:
     """Whether single products have formats of their own."""
     return bool(setting.formats) or any(one.formats for one in block_plans(setting))

@@ -31,6 +31,7 @@ from scrimp.export.layout_file import (
     has_equal_stages,
     offloaded,
     recomputation,
+    states_in_other_formats,
     uses_formats,
     zero_stage,
 )
@@ -181,7 +182,7 @@ def _host(setting: Setting) -> _Said:
     overrides += ("optimizer.optimizer_offload_fraction=1.0",) * (len(states) == 2)
     rest += sorted(states) if len(states) == 1 else []
     words = (f"{', '.join(rest)} on the host: they stay on the device",) if rest else ()
-    return _Said(flags, overrides, words)
+    return _Said(flags, overrides, (*words, *states_in_other_formats(setting)))
 
 
 def _formats(setting: Setting) -> _Said:

@@ -30,6 +30,7 @@ from scrimp.export.layout_file import (
     comments,
     offloaded,
     recomputation,
+    states_in_other_formats,
     uses_formats,
     zero_stage,
 )
@@ -221,9 +222,10 @@ def _host(setting: Setting) -> _Said:
     away = offloaded(setting)
     everything = set(away) == set(_ALL_ON_HOST)
     line = f"config.training.enable_cpu_offload = {everything}"
+    other = states_in_other_formats(setting)
     if not away or everything:
-        return _Said((line,))
-    return _Said((line,), cannot=(f"{', '.join(away)} on the host: they stay on the device",))
+        return _Said((line,), cannot=other)
+    return _Said((line,), cannot=(f"{', '.join(away)} on the host: they stay on the device", *other))
 
 
 def _formats(setting: Setting, module: str, flavor: str) -> _Said:

@@ -49,7 +49,8 @@ from scrimp.planner.hardware import (
 )
 from scrimp.planner.hardware import Device as HardwareDevice
 from scrimp.planner.layout.kernels import LONG_KEYS, NARROW_HEADS, WIDE_HEAD
-from scrimp.planner.layout.software import Software, software
+from scrimp.planner.layout.software import Software, in_states, software
+from scrimp.planner.layout.state_formats import MOMENTS, StateFormats
 from scrimp.precision import HIGH_PRECISION, LinearPrecision
 from scrimp.profiler.device import Device
 from scrimp.timing import best, now
@@ -159,22 +160,29 @@ def cluster_of(
     return Cluster(node.name, (NodeGroup(1, node, ranks),), inside)
 
 
-def software_here(cluster: Cluster, device_type: str, *, compute: str, compiled: bool) -> Software:
+def software_here(
+    cluster: Cluster, device_type: str, *, compute: str, compiled: bool, states: StateFormats | None = None
+) -> Software:
     """Scrimp's own step in this working format.
+
+    Args:
+        states: formats of weights and moments; None: masters beside bf16, and moments in fp32.
 
     On a CPU host and device are one: every operation costs its launch, and no exchange runs beside computing.
     """
     found = software("scrimp")
     if not compiled:
         found = replace(found, traffic=EAGER[device_type], host_ops=EAGER_HOST_OPS)
-    if compute == "fp32":
+    if compute != "fp32":
+        found = in_states(found, states or StateFormats())
+    else:
         # Gradient, two moments and weight read, three written; the norm reads and the clip reads and writes.
         found = replace(
             found,
             activation_bytes=4.0,
             weight_bytes=4.0,
             held_weight_bytes=4.0,
-            state_bytes=8.0,
+            state_bytes=MOMENTS.get(states.moments if states else "", MOMENTS["fp32"]),
             master_bytes=0.0,
             optimizer_bytes=40.0,
             gradient_sum_bytes=12.0,

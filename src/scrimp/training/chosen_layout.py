@@ -33,6 +33,7 @@ from scrimp.planner.layout.questions import Question
 from scrimp.planner.layout.search import Candidate, search
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.software import Software
+from scrimp.planner.layout.state_formats import run_states
 from scrimp.profiler import Device
 from scrimp.profiler.measured_cluster import RankRates, cluster_of, software_here
 from scrimp.report.units import format_bytes, format_duration
@@ -209,6 +210,7 @@ def program_of(config: ResolvedConfig, cluster: Cluster, device_type: str) -> So
         device_type,
         compute=config.precision_rules.compute,
         compiled=config.train.compile == "on",
+        states=run_states(config.optimizer),
     )
 
 

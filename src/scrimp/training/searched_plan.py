@@ -7,6 +7,7 @@ Method   Each choice has its setting, and the run's own config.toml keeps it; th
              degrees, stage, stages      layout.*            gathered of blocks      layout.gathered
              micro-batch, batch          train.*             recompute, offload      memory.activations
              formats                     precision           states on the host      memory.optimizer, ...
+             formats of states           train.parameters, optimizer.master_weights, optimizer.moments
 
          full recomputation is the level `block`, selective `norms` (what Scrimp's file counts).
 Refused  What has no setting, all of it by name, and hardware that is not this machine: another number of devices, on
@@ -83,9 +84,19 @@ def settings_of(line: Line, setting: Setting) -> dict[str, Any]:
         "train.sequence": setting.sequence,
         "train.batch_tokens": setting.sequence * setting.global_batch,
         "precision": _rules(setting.precision, block_plans(setting)),
+        **_states(setting),
         **choices_of(setting),
         **({"train.compile": "off"} if setting.software.name == UNCOMPILED else {}),
     }
+
+
+def _states(setting: Setting) -> dict[str, Any]:
+    """Formats of weights and moments, where they are not the usual ones."""
+    states = setting.software.states
+    if states.are_usual:
+        return {}
+    chosen = {"optimizer.master_weights": states.masters, "optimizer.moments": states.moments}
+    return {"train.parameters": "bf16"} | chosen
 
 
 def choices_of(setting: Setting) -> dict[str, Any]:
@@ -150,7 +161,7 @@ def _not_carried_out(line: Line, setting: Setting) -> Iterator[str]:
         yield "zero 0 on ranks that share weights"
     if offload.residuals:
         yield "offload.residuals without activations"
-    if offload.optimizer != offload.master:
+    if offload.optimizer != offload.master and setting.software.states.masters:
         yield "offload.optimizer without offload.master, or the reverse: masters live with the optimizer's states"
 
 

@@ -12,7 +12,7 @@ from scrimp.models.shapes import ModelShape
 from scrimp.planner.layout.block_choices import Blocks, leanest
 from scrimp.planner.layout.contenders import DEGREES, Contenders, Misfit, families_of
 from scrimp.planner.layout.predict import predict
-from scrimp.planner.layout.questions import ON_HOST, Question, layouts, micro_batches, setting_of
+from scrimp.planner.layout.questions import Question, layouts, micro_batches, setting_of
 from scrimp.planner.layout.search import Candidate, fits, search
 from scrimp.planner.layout.stage_memory import peak_bytes
 
@@ -41,7 +41,7 @@ def test_each_family_has_its_fastest_that_fits(shape: ModelShape, hardware: str)
     needs: dict[tuple[str, int], float] = {}
     for layout in layouts(asked):
         for size in micro_batches(asked, layout):
-            for offload in ON_HOST if layout.pp == 1 else ON_HOST[:1]:
+            for offload in asked.on_host(layout):
                 one = dataclasses.replace(setting_of(asked, layout, size), offload=offload)
                 peak = max(rank.total for rank in peak_bytes(leanest(one)))
                 solved = Blocks(one, None).solve()

@@ -145,7 +145,8 @@ def test_what_does_not_fit_fits_in_no_way(shape: ModelShape, hardware: str) -> N
 
 
 def test_a_host_without_room_is_said() -> None:
-    found = search(question(setting(LLAMA_8B, "rtx4060ti", global_batch=16)))
+    shape = dataclasses.replace(LLAMA_8B, vocab_size=32000)
+    found = search(question(setting(shape, "rtx4060ti", global_batch=16)))
     assert not found.best
     assert found.nearest_bytes < 16e9
     assert 115e9 < found.nearest_host_bytes < 200e9

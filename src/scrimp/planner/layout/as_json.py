@@ -71,6 +71,7 @@ def setting_json(setting: Setting) -> dict[str, Any]:
         "blocks": [_block(one) for one in setting.blocks],
         "offload": dataclasses.asdict(setting.offload),
         "precision": setting.precision,
+        "states": dataclasses.asdict(setting.software.states),
     }
 
 

@@ -3,13 +3,15 @@
 Method   With P the parameters of a rank, S the ranks that share states, and the bytes of a number from the software's
          file::
 
-             weights        P, shared by zero 3; whole where a block stays gathered, or a pipeline's weights do
+             weights        P, shared by zero 3; whole where a block stays gathered, or a pipeline's weights do; both
+                            where zero 1 and 2 gather them in every pass
              gradients      as they are added up, shared where they are reduced in each pass (zero 2 and 3)
              optimizer      master and moments, P / S of each; of routed experts S is those that have the same ones
              gathered       under zero 3 embedding, head and two blocks' weights; of zero 2 two blocks' as they are
                             reduced, and one block's gradients, embedding's and head's
 
-Limits   Of what lives on the host two blocks are on the device.
+         Of weights and gradients that live on the host two blocks are on the device, of states two while they are
+         updated (`visiting_bytes`), and all of embedding and head, where blocks' alone leave.
 Source   Rajbhandari et al., ZeRO, arXiv 1910.02054; TorchTitan 9dec370, parallelize_llama.py (reshard_after_forward)
 Checked  tests/planner/layout/test_rank_bytes.py
 """
@@ -21,9 +23,11 @@ from scrimp.planner.layout.kernels import element_bytes
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.stages import (
     Kinds,
+    Numbers,
     numbers_of_block,
     numbers_of_ends,
     numbers_of_rank,
+    numbers_that_leave,
 )
 
 
@@ -37,6 +41,9 @@ def weight_bytes(setting: Setting, own: Kinds, rank: int) -> float:
     software, zero, numbers = setting.software, setting.layout.zero, numbers_of_rank(setting, rank)
     is_shared = zero == 3 and setting.weight_shards[0] > 1
     found = software.held_weight_bytes * numbers.over(setting.weight_shards if is_shared else (1, 1))
+    if software.gathers_copies and zero in (1, 2) and setting.layout.shards > 1:
+        # What a rank gathers in each pass lies beside its own part.
+        found += software.held_weight_bytes * numbers.over(setting.state_shards)
     if software.held_code_bytes and not is_shared and element_bytes(setting.precision) < 2:
         blocks = _whole(setting, own)
         found = software.held_code_bytes * blocks + software.held_weight_bytes * (numbers.total - blocks)
@@ -44,7 +51,8 @@ def weight_bytes(setting: Setting, own: Kinds, rank: int) -> float:
         found += masters * (not setting.offload.master)
     if setting.streams_weights:
         ranks = setting.weight_shards[0] if is_shared else 1
-        found = min(found, 2 * _largest(setting, own) / ranks * software.held_weight_bytes)
+        here = (2 * _largest(setting, own) + _stay(setting, rank)) / ranks
+        found = min(found, here * software.held_weight_bytes)
     if is_shared and _is_whole(setting):
         found += setting.block_weight_bytes * _whole(setting, own)
     return found
@@ -74,7 +82,8 @@ def gradient_bytes(setting: Setting, own: Kinds, rank: int) -> float:
     if _is_whole(setting):
         found += software.gradient_bytes * numbers.total
     if setting.offload.gradients:
-        found = min(found, 2 * _largest(setting, own) * software.held_gradient_bytes)
+        here = 2 * _largest(setting, own) + _stay(setting, rank) / setting.weight_shards[0]
+        found = min(found, here * software.held_gradient_bytes)
     return found
 
 
@@ -95,18 +104,34 @@ def gathered_bytes(setting: Setting, own: Kinds, rank: int) -> tuple[float, floa
 
 def state_bytes(setting: Setting, rank: int) -> float:
     """Moments and master weights that stay on the device."""
+    numbers, leaving = numbers_of_rank(setting, rank), numbers_that_leave(setting, rank)
+    away = leaving_state_bytes(setting)
+    stay = setting.software.state_bytes - away
+    ends = Numbers(numbers.dense - leaving.dense, numbers.routed - leaving.routed)
+    return stay * numbers.over(setting.state_shards) + away * ends.over(setting.state_shards)
+
+
+def visiting_bytes(setting: Setting, own: Kinds) -> float:
+    """States that are on the device while two blocks of theirs are updated."""
+    if not setting.software.states_by_block:
+        return 0.0
+    blocks = (numbers_of_block(setting, setting.model.blocks[number]) for number, _ in own)
+    largest = max(one.over(setting.state_shards) for one in blocks)
+    return 2 * leaving_state_bytes(setting) * largest
+
+
+def leaving_state_bytes(setting: Setting) -> float:
+    """Bytes of a parameter's states that live on the host."""
     software, offload = setting.software, setting.offload
-    moments = software.state_bytes - software.master_bytes
-    each = moments * (not offload.optimizer) + software.master_bytes * (not offload.master)
-    return each * numbers_of_rank(setting, rank).over(setting.state_shards)
+    moments = (software.state_bytes - software.master_bytes) * offload.optimizer
+    return moments + software.master_bytes * offload.master
 
 
 def host_bytes(setting: Setting) -> float:
     """Bytes of states that the rank with most of them has in host memory."""
     software, offload, shards = setting.software, setting.offload, setting.weight_shards
-    ranks = [numbers_of_rank(setting, rank) for rank in range(setting.layout.pp)]
-    moments = (software.state_bytes - software.master_bytes) * offload.optimizer
-    states = moments + software.master_bytes * offload.master
+    ranks = [numbers_that_leave(setting, rank) for rank in range(setting.layout.pp)]
+    states = leaving_state_bytes(setting)
     weights, gradients = (
         software.held_weight_bytes * setting.streams_weights,
         software.held_gradient_bytes * offload.gradients,
@@ -130,6 +155,11 @@ def _whole(setting: Setting, own: Kinds) -> float:
         count * numbers_of_block(setting, setting.model.blocks[number]).total
         for (number, _), count in own.items()
     )
+
+
+def _stay(setting: Setting, rank: int) -> float:
+    """Parameters of a rank of which nothing leaves."""
+    return numbers_of_rank(setting, rank).total - numbers_that_leave(setting, rank).total
 
 
 def _largest(setting: Setting, own: Kinds) -> float:

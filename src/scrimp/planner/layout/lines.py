@@ -25,15 +25,15 @@ from scrimp.models import spec_of
 from scrimp.models.shapes import ModelShape, ModelSizes, sizes_of
 from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.block_activations import NAMED
-from scrimp.planner.layout.degree_checks import check_degrees, check_positions
+from scrimp.planner.layout.degree_checks import check_degrees
 from scrimp.planner.layout.execution import Execution, check_execution
 from scrimp.planner.layout.pass_orders import SCHEDULES
 from scrimp.planner.layout.predict import Prediction, predict
-from scrimp.planner.layout.questions import Question
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Offload, Setting
 from scrimp.planner.layout.shape_files import check_shape, read_shape
-from scrimp.planner.layout.software import software_for
+from scrimp.planner.layout.software import Software, in_states, software_for
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
+from scrimp.planner.layout.state_formats import StateFormats
 from scrimp.planner.layout.today import seconds_today
 from scrimp.precision import GEMMS, RECIPES
 
@@ -80,6 +80,8 @@ class Line:
     blocks: tuple[BlockPlan, ...] = ()
     """What each block does, which then stands for `recompute` and what leaves of activations."""
     software: str = "scrimp"
+    states: StateFormats = field(default_factory=StateFormats)
+    """In which formats Scrimp keeps weights and moments."""
     execution: Execution = field(default_factory=Execution)
     """What users of Megatron set beside the layout: graphs, how tokens travel to experts."""
 
@@ -158,6 +160,7 @@ def line_of(setting: Setting, model: str | ModelShape, hardware: str) -> Line:
         precision=setting.precision,
         blocks=setting.blocks,
         software=setting.software.name,
+        states=setting.software.states,
         execution=setting.execution,
     )
 
@@ -210,7 +213,7 @@ def setting_of(line: Line) -> Setting:
             schedule=layout.schedule,  # type: ignore[arg-type]
             stages=layout.stages,
         ),
-        software=software_for(line.software, line.precision, layout.schedule),
+        software=_software(line),
         recompute=line.recompute,
         recompute_parts=line.recompute_parts,
         offload=line.offload,
@@ -223,23 +226,18 @@ def setting_of(line: Line) -> Setting:
     return found
 
 
-def question_of(line: Line) -> Question:
-    """What a line asks to be trained on what; how, is left open.
+def sizes_of_line(line: Line) -> ModelSizes:
+    """The model that a line names.
 
     Raises:
-        ConfigError: a name, a file or the sequence is wrong.
+        ConfigError: there is none, or its file is wrong.
     """
-    model = _sizes(read_model(line.model))
-    software = software_for(line.software, line.precision, line.layout.schedule)
-    check_positions(model, line.sequence, software)
-    return Question(
-        model=model,
-        cluster=load_hardware(line.hardware),
-        sequence=line.sequence,
-        global_batch=line.global_batch,
-        software=software,
-        precision=line.precision,
-    )
+    return _sizes(read_model(line.model))
+
+
+def _software(line: Line) -> Software:
+    """The program that a line names, with the states that it asks for."""
+    return in_states(software_for(line.software, line.precision, line.layout.schedule), line.states)
 
 
 def _virtual(layout: LayoutLine) -> int:

@@ -30,6 +30,7 @@ from scrimp.planner.layout.block_times import (
     head_seconds,
     smaller,
 )
+from scrimp.planner.layout.held_states import leaving_state_bytes
 from scrimp.planner.layout.kernels import Kernels
 from scrimp.planner.layout.pipeline_times import (
     Array,
@@ -57,6 +58,7 @@ from scrimp.planner.layout.stages import (
     numbers_of_block,
     numbers_of_ends,
     numbers_of_rank,
+    numbers_that_leave,
     rank_of_stage,
     splits_backward,
     stages_of_rank,
@@ -400,7 +402,6 @@ def _optimizer(setting: Setting, rank: int) -> float:
     """Seconds of the update; states on the host come to the device and go back while it updates others."""
     software, link = setting.software, setting.device.host_link
     numbers = numbers_of_rank(setting, rank).over(setting.state_shards)
-    each = (software.state_bytes - software.master_bytes) * setting.offload.optimizer
-    each += software.master_bytes * setting.offload.master
-    visits = each * numbers / (link.bytes_per_second * link.both_ways)
+    leave = numbers_that_leave(setting, rank).over(setting.state_shards)
+    visits = leaving_state_bytes(setting) * leave / (link.bytes_per_second * link.both_ways)
     return max(kernels_of(setting).moved(software.optimizer_bytes * numbers), visits)

@@ -25,7 +25,7 @@ from scrimp.planner.layout.degree_checks import exchanges_heads, experts_of
 from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.given_memory import GivenMemory
 from scrimp.planner.layout.setting import Offload, Setting
-from scrimp.planner.layout.software import Software
+from scrimp.planner.layout.software import OWN, Software
 from scrimp.planner.layout.stage_sizes import in_proportion, is_split
 
 _MOST_VIRTUAL = 8
@@ -37,6 +37,8 @@ ON_HOST = (
     Offload(optimizer=True, master=True, gradients=True, weights=True),
 )
 """States in host memory, each with all before it: those that are met least often first."""
+OWN_ON_HOST = (*ON_HOST[:1], *ON_HOST[2:])
+"""Those of Scrimp, whose moments leave with their masters."""
 
 
 def _any(layout: ResolvedLayout, micro_batch: int) -> bool:
@@ -71,7 +73,8 @@ class Question:
         given, is_whole = self.memory.offload, layout.pp == 1
         if not is_whole and (given not in (None, Offload()) or self.memory.sends_activations):
             return ()
-        return ON_HOST[: None if is_whole else 1] if given is None else (given,)
+        known = OWN_ON_HOST if self.software.name in OWN else ON_HOST
+        return known[: None if is_whole else 1] if given is None else (given,)
 
     @property
     def device(self) -> Device:

@@ -11,7 +11,7 @@ Checked  tests/planner/layout/test_software.py
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from scrimp.config import nearest_word
 from scrimp.config.pipeline import V_SHAPED
 from scrimp.errors import ConfigError
 from scrimp.planner.hardware import Device
+from scrimp.planner.layout.state_formats import StateFormats
 from scrimp.precision import GEMMS
 
 _FOLDER = Path(__file__).parent / "softwares"
@@ -71,8 +72,18 @@ class Software:
     """Whether each rank of tp works on the logits of all words."""
     gradient_sum_bytes: float
     """For each number of a weight, to add up its gradient in a pass, by the product itself."""
+    rounded_sum_bytes: float
+    """The same where the sum is in bf16 and rounded stochastically; 0: each is read and written once."""
     optimizer_bytes: float
     """For each number, to update it and to clip."""
+    updates: tuple[tuple[str, float], ...]
+    """The same without the clip, counted, for states in other formats than fp32, by their name; of those that are not
+    named each is read and written once."""
+    states: StateFormats = field(default_factory=StateFormats)
+    """In which formats weights and moments are kept; another program's file says what it does."""
+    states_by_block: bool
+    """Whether of all that lives on the host there is that of blocks alone, of which two at a time visit the device for
+    the update; else embedding's and head's too, and nothing visits."""
     activation_bytes: float
     """Bytes of a number between operations, and of what ranks of tp, cp, ep and pp exchange."""
     weight_bytes: float
@@ -93,6 +104,8 @@ class Software:
     """Bytes that the loss holds for each logit at once."""
     held_shared_logit_bytes: float
     """The same where ranks of tp share the words; 0: no other."""
+    head_gradient_bytes: float
+    """Bytes that it holds for each number of the head's weight, whose gradient it makes itself."""
     weights_are_masters: bool
     """Whether blocks read the master copy itself: where it is in host memory, so are all weights but those of the
     blocks that run."""
@@ -254,6 +267,34 @@ def software_for(name: str, precision: str, schedule: str = "auto") -> Software:
     return software(SPLITTING[name])
 
 
+def in_states(found: Software, states: StateFormats) -> Software:
+    """A program that keeps weights and moments in these formats.
+
+    Raises:
+        ConfigError: a program whose file alone says what it keeps.
+    """
+    if states == found.states:
+        return found
+    if found.name not in OWN:
+        raise ConfigError(
+            f"states are those that software {found.name} has",
+            got="states of another format",
+            expected=f"software {', '.join(OWN)}",
+            do="leave states out, or name one of these",
+        )
+    sums = 0.0 if states.masters else found.rounded_sum_bytes
+    update = dict(found.updates).get(states.name, states.update_bytes)
+    return replace(
+        found,
+        states=states,
+        state_bytes=states.moment_bytes + states.master_bytes,
+        master_bytes=states.master_bytes,
+        held_gradient_bytes=states.gradient_bytes,
+        gradient_sum_bytes=sums or states.sum_bytes,
+        optimizer_bytes=update + states.clip_bytes,
+    )
+
+
 @cache
 def software(name: str) -> Software:
     """The program of this name.
@@ -273,12 +314,13 @@ def software(name: str) -> Software:
     for names_of in ("cp_methods", "whole_exchanges"):
         values[names_of] = tuple(values[names_of])
     values["products"] = tuple(map(tuple, values["products"]))
+    values["updates"] = tuple(values["updates"].items())
     values["quantize"] = tuple(
         (name, tuple(map(tuple, figures))) for name, figures in values["quantize"].items()
     )
     for shares in ("selective", "selective_experts", "selective_latent"):
         values[shares] = tuple(values[shares].items())
-    return Software(**{field.name: values[field.name] for field in fields(Software)})
+    return Software(**{one.name: values[one.name] for one in fields(Software) if one.name != "states"})
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -5,13 +5,16 @@ Problem  Logits, what a block makes again and an update's temporaries are never 
 Method   Weights and states are there at every moment (`held_states`). So are gradients; only where a step has one pass,
          and their memory is free between steps, its forward pass finds none. What comes to these::
 
-             loss      on the last rank: logits, log-probabilities and their gradients, `held_logit_bytes` in all;
-                       activations of all passes in flight; embedding, head and two blocks gathered
+             loss      on the last rank: logits, log-probabilities and their gradients, `held_logit_bytes` in all; the
+                       head's gradient, where the loss makes it (`head_gradient_bytes`); activations of all passes in
+                       flight; embedding, head and two blocks gathered
              backward  of the block that runs last, while all activations are there: what is made again of it
                        (`block_activations`), and gradients of its activations; gathered, and its own gradients before
                        they are reduced
              end       of the block that runs first, in the last backward pass: of activations its own alone
-             update    temporaries of the update, `update_bytes` for each number of a state
+             tied      where embedding and head are one, the head's gradient waits from the loss to the embedding's
+                       backward pass, which makes another
+             update    temporaries of the update, `update_bytes` for each number of a state, and states on a visit
 
          The first 1f1b rank has as many passes in flight as ranks (`in_flight`). Where gradients of weights wait (zbv,
          dualpipev), so do what their products read: inputs of layers and gradients of their results
@@ -45,6 +48,7 @@ from scrimp.planner.layout.held_states import (
     gathered_bytes,
     gradient_bytes,
     state_bytes,
+    visiting_bytes,
     weight_bytes,
 )
 from scrimp.planner.layout.in_flight import fullest, held_by, passes_in_flight
@@ -221,15 +225,25 @@ def _moments_outside(setting: Setting, own: Kinds, rank: int) -> dict[Moment, By
         "pools": whole * (software.unit_copies > 0),
     }
     first = held | _without_gradients(setting, held)
+    waits, another = _tied_gradients(setting)
     shared = numbers_of_rank(setting, rank).over(setting.state_shards)
     found: dict[Moment, Bytes] = {
-        "backward": first | {"gathered": whole + reduced},
-        "end": held | {"gathered": whole + reduced},
-        "update": held | {"update": software.update_bytes * shared},
+        "backward": first | {"gathered": whole + reduced + waits},
+        "end": held | {"gathered": whole + reduced + waits + another},
+        "update": held | {"update": software.update_bytes * shared + visiting_bytes(setting, own)},
     }
     if rank == last_rank(setting.layout):
         found["loss"] = first | {"gathered": whole, "logits": _logits(setting)}
     return found
+
+
+def _tied_gradients(setting: Setting) -> Sequence[float]:
+    """Bytes of the gradient that the head has given a weight which is the embedding's, too, and of the embedding's
+    own: where ranks share weights, gradients before they are reduced count the first already."""
+    if not setting.model.tied or last_rank(setting.layout) != 0:
+        return 0.0, 0.0
+    each = setting.software.weight_bytes * setting.model.embedding_parameters / setting.layout.tp
+    return each * (setting.weight_shards[0] == 1), each
 
 
 def _without_gradients(setting: Setting, held: Bytes) -> Bytes:
@@ -304,4 +318,5 @@ def _logits(setting: Setting) -> float:
         each = software.held_shared_logit_bytes
     boundary = boundary_bytes(setting)
     is_whole = software.keeps_gathered and setting.sequence_parallel
-    return each * tokens * words + boundary + boundary * (tp if is_whole else 1)
+    head = software.head_gradient_bytes * setting.model.head_parameters / tp
+    return each * tokens * words + head + boundary + boundary * (tp if is_whole else 1)

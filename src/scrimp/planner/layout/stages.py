@@ -172,6 +172,14 @@ def _numbers_of_rank(setting: Setting, rank: int) -> Numbers:
     return Numbers(ours + numbers_of_ends(setting, rank), experts)
 
 
+def numbers_that_leave(setting: Setting, rank: int) -> Numbers:
+    """Parameters of a rank whose weights, gradients or states live on the host where those of the setting do."""
+    found = numbers_of_rank(setting, rank)
+    if not setting.software.states_by_block:
+        return found
+    return Numbers(found.dense - numbers_of_ends(setting, rank), found.routed)
+
+
 def numbers_of_ends(setting: Setting, rank: int) -> float:
     """Parameters of embedding and head of a rank of the pipeline."""
     layout, model, found = setting.layout, setting.model, 0.0

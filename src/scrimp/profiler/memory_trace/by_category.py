@@ -41,6 +41,7 @@ _OWNERS = {
     "scrimp.runtime.memory.gradients": GRADIENTS,
     "scrimp.runtime.memory.saved_tensors": ACTIVATIONS,
     "scrimp.models": ACTIVATIONS,
+    "scrimp.gemm.head": LOGITS,
     "scrimp.gemm": ACTIVATIONS,
     "scrimp.runtime.pipeline": ACTIVATIONS,
 }

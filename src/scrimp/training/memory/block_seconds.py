@@ -41,6 +41,7 @@ from scrimp.planner.layout.block_times import (
 )
 from scrimp.planner.layout.predict import kernels_of
 from scrimp.planner.layout.setting import Setting
+from scrimp.planner.layout.state_formats import run_states
 from scrimp.planner.memory.costs import BlockCost, LevelSeconds, StepCosts
 from scrimp.precision import GEMMS, LinearPrecision, PrecisionRules
 from scrimp.profiler import Device
@@ -188,6 +189,7 @@ def setting_on(
         device.torch_device.type,
         compute=config.precision_rules.compute,
         compiled=train.compile == "on",
+        states=run_states(config.optimizer),
     )
     return Setting(
         model=sizes_of(spec_of(architecture)),

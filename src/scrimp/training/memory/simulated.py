@@ -159,7 +159,7 @@ def _reasons(setting: Setting) -> Iterator[tuple[bool, str, str]]:
         "plan with --memory.optimizer host, which leaves all else on the device, or --memory.optimizer device",
     )
     yield (
-        offload.master and not offload.optimizer,
+        offload.master and not offload.optimizer and setting.software.states.masters,
         "master weights on the host without moments: they visit with the optimizer's states",
         "plan with --memory.optimizer host, or --memory.optimizer device",
     )
@@ -325,7 +325,8 @@ def _rules(setting: Setting) -> str:
 
 def _steps(setting: Setting, executable: Executable, tracker: CategoryTracker) -> None:
     with tracker.making(OPTIMIZER):
-        settings = OptimizerConfig(lr=1e-3, master_weights=True)
+        states = setting.software.states
+        settings = OptimizerConfig(lr=1e-3, master_weights=states.masters, moments=states.moments)  # type: ignore[arg-type]
         optimizer = build(settings, executable, seed=0)
     for step in range(_STEPS):
         tracker.reset_peak()
