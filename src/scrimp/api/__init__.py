@@ -1,5 +1,1 @@
-"""Scrimp in any PyTorch loop: `measure` a model in training, `plan` its formats, `apply` the plan."""
-
-from scrimp.api.pytorch import apply, measure, plan
-
-__all__ = ["apply", "measure", "plan"]
+"""Scrimp from Python, each name imported on first use by `scrimp` itself: what predicts layouts needs no torch."""

@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from published_settings import LLAMA_8B, setting
+from published_settings import LLAMA_8B, ROUTED, setting
 from whole_settings import most_bytes, with_memory
 
 from scrimp.config.resolved import ResolvedLayout
@@ -17,10 +17,10 @@ from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.block_choices import Blocks, leanest
 from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.given_memory import GivenMemory
-from scrimp.planner.layout.predict import predict
+from scrimp.planner.layout.predict import least_of_any_batch, predict
 from scrimp.planner.layout.questions import Question, layouts, micro_batches, setting_of
-from scrimp.planner.layout.search import Candidate, fits, search
-from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Offload, Setting
+from scrimp.planner.layout.search import Candidate, _with_room, fits, search
+from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Offload, Setting
 from scrimp.planner.layout.stage_memory import peak_bytes
 
 
@@ -228,3 +228,41 @@ def test_more_memory_makes_no_pipeline_slower() -> None:
         for size in (30e9, 45e9, 80e9, 160e9)
     ]
     assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize("software_name", ["scrimp", "megatron"])
+@pytest.mark.parametrize(
+    ("shape", "hardware", "formats"),
+    [(LLAMA_8B, "8xh100", ()), (LLAMA_8B, "2x8xh100", ("nvfp4", "bf16")), (ROUTED, "2x8xh100", ())],
+)
+def test_no_micro_batch_takes_less_than_its_layout_promises(
+    shape: ModelShape, hardware: str, formats: tuple[str, ...], software_name: str
+) -> None:
+    asked = question(setting(shape, hardware, of=software_name, global_batch=48))
+    for layout in layouts(asked):
+        sizes = list(micro_batches(asked, layout))
+        if sizes:
+            whole = setting_of(asked, layout, asked.global_batch // layout.data_ranks)
+            least = least_of_any_batch(unlimited(whole), sizes[0], formats)
+        for size in sizes:
+            one = unlimited(setting_of(asked, layout, size))
+            assert predict(one, formats).step_seconds >= least * (1 - 1e-9)
+
+
+def unlimited(one: Setting) -> Setting:
+    return dataclasses.replace(one, blocks=(BlockPlan(gathered=True),) * len(one.model.blocks))
+
+
+def test_what_has_no_room_has_none_with_more_sequences() -> None:
+    asked = question(setting(dataclasses.replace(LLAMA_8B, layers=8), "4xrtx5090", global_batch=64))
+    some = [one for one in layouts(asked) if len(list(micro_batches(asked, one))) >= 4]
+    lost = 0
+    for layout in some:
+        sizes = list(micro_batches(asked, layout))
+        kept = _with_room(asked, None, layout, sizes)
+        lost += len(sizes) - len(kept)
+        for size in set(sizes) - set(kept):
+            for offload in asked.on_host(layout):
+                one = dataclasses.replace(setting_of(asked, layout, size), offload=offload)
+                assert not Blocks(one, None).has_room
+    assert lost

@@ -98,3 +98,13 @@ def test_equal_stages_of_one_rank_each_take_what_the_bound_says() -> None:
         stages = [StageSeconds(1.0, 2.0)] * ranks_
         step = pipeline_seconds(stages, ranks=ranks_, micro_batches=rounds, schedule="1f1b").total
         assert (least_weights(ranks_, 1, rounds) @ np.full(ranks_, 3.0)).max() == pytest.approx(step)
+
+
+def test_a_kind_without_any_choice_is_infinite_and_warns_of_nothing() -> None:
+    """A way may leave one kind of block nothing that has room, and another one much."""
+    none = Choices(np.full(2, np.inf), np.array([9.0, 1.0]), np.zeros(2))
+    some = Choices(np.array([1.0, 3.0]), np.array([8.0, 2.0]), np.array([0.0, 1.0]))
+    with np.errstate(all="raise"):
+        found = least_at_prices([RankKinds([(none, 1), (some, 2)], 12.0), RankKinds([(some, 2)], 12.0)], PRICES)
+    assert np.isinf(found[0]).all()
+    assert np.isfinite(found[1]).all()

@@ -101,6 +101,20 @@ def has_room(setting: Setting) -> bool:
     return max(over) <= 0 and _host_room(setting) >= 0
 
 
+def may_have_room(setting: Setting, quality: Quality | None) -> bool:
+    """Whether its devices would hold it, in the fewest bits, if all hosts had room for all activations. Where they do
+    not, they hold no larger micro-batch either, but for all sequences in one, of which no gradients wait."""
+    formats = _in_fewest_bits(setting, quality)
+    outside, number = outside_blocks(setting, formats), len(setting.model.blocks)
+    again = BlockPlan(recompute=FULL, formats=formats)
+    plans = [again, dataclasses.replace(again, recompute=NONE, offload=True)][: 1 + (setting.layout.pp == 1)]
+    sizes = [
+        [one.total for one in peak_bytes(dataclasses.replace(setting, blocks=(plan,) * number), outside)]
+        for plan in plans
+    ]
+    return max(_over(setting, [min(each) for each in zip(*sizes, strict=True)])) <= 0
+
+
 def has_room_as_planned(setting: Setting, memory: Sequence[RankBytes]) -> bool:
     """The same with its blocks as they are planned.
 

@@ -85,14 +85,19 @@ def kernels_of(setting: Setting) -> Kernels:
     return Kernels(software.on(setting.device), software.launch_seconds, software.attention_kernel)
 
 
-def predict(setting: Setting, free: Sequence[str] = ()) -> Prediction:
+Passes = dict[Any, tuple[PassSeconds, ...]]
+"""Passes of blocks and ends of settings that differ in their stages alone."""
+
+
+def predict(setting: Setting, free: Sequence[str] = (), known: Passes | None = None) -> Prediction:
     """Seconds of a step.
 
     Args:
         free: recipes of which each product takes the fastest; empty: those of the setting's own.
+        known: what such settings have found, which is added to.
     """
     layout, m = setting.layout, setting.micro_batches
-    stages = _stages(setting, free)
+    stages = _stages(setting, free, known)
     pipeline = _pipeline(setting, stages)
     played = pipeline_seconds(
         pipeline.passes,
@@ -151,6 +156,32 @@ def least_step_seconds(
     return (passes + optimizer + (1.0 - setting.software.hidden_gathers) * apart) * _slower(setting)
 
 
+def least_of_any_batch(
+    setting: Setting, smallest: int, free: Sequence[str] = (), known: Passes | None = None
+) -> float:
+    """A step at least of a layout, whatever its micro-batch is and however large its stages are.
+
+    No pass takes less for each of its tokens than the one that has all of a rank's: of products that are larger a
+    larger share of the last wave is used, and what is launched, sent or gathered once is shared by more. A pipeline
+    takes no less than its ranks do on average, and half of the least waiting (`least_rounds`) with the smallest
+    micro-batch. On several kinds of devices the average depends on the stages: 0.
+
+    Args:
+        setting: with all sequences of a rank in one micro-batch.
+        smallest: sequences of the smallest micro-batch.
+        free, known: as of `predict`.
+    """
+    layout, pp = setting.layout, setting.layout.pp
+    each = rank_seconds(setting, free, known)
+    if pp == 1:
+        return least_step_seconds(setting, free, each)
+    if len(setting.cluster.groups) > 1:
+        return 0.0
+    counted = 0.0 if splits_backward(layout) else 1.0 / setting.software.ranks_a_core
+    waits = 0.5 * counted * (pp - 1) / (layout.virtual or 1) * smallest / setting.micro_batch
+    return (1.0 + waits) * sum(each) / pp * _slower(setting)
+
+
 def rank_weights(setting: Setting) -> Array:
     """[W, R] A step takes no less than the ranks' seconds of a micro-batch, times any of these rows."""
     layout = setting.layout
@@ -166,13 +197,13 @@ def _slower(setting: Setting) -> float:
     return slowest * (1.0 + software.step_share)
 
 
-def rank_seconds(setting: Setting, free: Sequence[str] = ()) -> list[float]:
+def rank_seconds(setting: Setting, free: Sequence[str] = (), known: Passes | None = None) -> list[float]:
     """How long each rank of the pipeline is busy with one micro-batch.
 
     Args:
-        free: as of `predict`.
+        free, known: as of `predict`.
     """
-    passes, layout = _pipeline(setting, _stages(setting, free)).passes, setting.layout
+    passes, layout = _pipeline(setting, _stages(setting, free, known)).passes, setting.layout
     own = ([passes[one] for one in stages_of_rank(layout, rank)] for rank in range(layout.pp))
     return [sum(one.forward + one.backward for one in ours) for ours in own]
 
@@ -237,30 +268,33 @@ class _Stage:
         return StageSeconds(forward + sends, backward + weights + sends, weights)
 
 
-def _stages(setting: Setting, free: Sequence[str] = ()) -> list[_Stage]:
+def _stages(setting: Setting, free: Sequence[str] = (), known: Passes | None = None) -> list[_Stage]:
     """All of them; those of the same blocks (`kinds_of_stages`) on the same devices are one."""
     kinds, found = kinds_of_stages(setting), []
     last, rate = len(kinds) - 1, setting.software.contention
-    blocks: dict[tuple[int, BlockPlan, tuple[int, ...]], tuple[PassSeconds, ...]] = {}
-    known: dict[tuple[tuple[int, ...], int | None, int], _Stage] = {}
+    blocks: Passes = {} if known is None else known
+    made: dict[tuple[tuple[int, ...], int | None, int], _Stage] = {}
     for number, counted in enumerate(kinds):
         own = setting.at(rank_of_stage(setting.layout, number))
         end = number if number in (0, last) else None
         key = (own.places, end, id(counted))
-        if key not in known:
+        if key not in made:
             passes = _blocks_seconds(own, counted, blocks, free)
             if end is not None:
-                for at, more in enumerate(_ends_seconds(number, len(kinds), own, kernels_of(own))):
+                ends = (number == 0, number == last, own.places)
+                if ends not in blocks:
+                    blocks[ends] = _ends_seconds(number, len(kinds), own, kernels_of(own))
+                for at, more in enumerate(blocks[ends]):
                     passes[at] += more
-            known[key] = _Stage(tuple(one.slowed(rate) for one in passes))
-        found.append(known[key])
+            made[key] = _Stage(tuple(one.slowed(rate) for one in passes))
+        found.append(made[key])
     return found
 
 
 def _blocks_seconds(
     setting: Setting,
     counted: Kinds,
-    known: dict[tuple[int, BlockPlan, tuple[int, ...]], tuple[PassSeconds, ...]],
+    known: Passes,
     free: Sequence[str],
 ) -> list[PassSeconds]:
     """The passes of a stage's blocks."""

@@ -50,8 +50,8 @@ def least_at_prices(ranks: Sequence[RankKinds], prices: Array) -> Array:
     left, right = kinds.at(np.zeros((len(ranks), len(prices)))), kinds.leanest()
     found = left.value
     for _ in range(_CUTS):
-        is_open = (left.slope > 0) & (right.slope <= 0)
-        # Slopes and heights of ranks without room are infinite: nothing is taken from one another there.
+        # Slopes and heights of ranks without room, or without choices, are infinite: nothing is taken from one another.
+        is_open = (left.slope > 0) & (right.slope <= 0) & np.isfinite(left.height) & np.isfinite(right.height)
         gap = np.subtract(left.slope, right.slope, where=is_open, out=np.ones_like(left.slope))
         mu = np.subtract(right.height, left.height, where=is_open, out=np.zeros_like(gap)) / gap
         crossing = left.height + mu * left.slope

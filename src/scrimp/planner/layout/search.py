@@ -1,9 +1,10 @@
 """The layouts that a model can have on a cluster, the fastest first, and what spoke against the others.
 
 Method   Of all layouts and micro-batches that there are (`questions`), what blocks do is decided together
-         (`block_choices`). A candidate goes through four doors, each dearer than the one before, always the one that
+         (`block_choices`). A candidate goes through five doors, each dearer than the one before, always the one that
          promises most::
 
+             0  the least that any of a layout's micro-batches could take        `least_of_any_batch`
              1  its step if bytes and harm were free, with the least waiting       `least_step_seconds`
              2  whether it fits where it is leanest; the same with the pipeline    `Blocks.has_room`, `predict`
                 played
@@ -25,6 +26,7 @@ Checked  tests/planner/layout/test_layout_search.py: brute force over all candid
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import heapq
 import itertools
@@ -32,14 +34,17 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from scrimp.config.resolved import ResolvedLayout
-from scrimp.planner.layout.block_choices import Blocks, has_room, has_room_as_planned
+from scrimp.planner.layout.block_choices import Blocks, has_room, has_room_as_planned, may_have_room
 from scrimp.planner.layout.block_menus import Quality
 from scrimp.planner.layout.contenders import Contenders, Family, Misfit
 from scrimp.planner.layout.held_states import host_bytes
 from scrimp.planner.layout.predict import (
+    Passes,
     Prediction,
+    least_of_any_batch,
     least_step_seconds,
     predict,
     rank_seconds,
@@ -50,6 +55,10 @@ from scrimp.planner.layout.questions import Question, layouts, micro_batches, se
 from scrimp.planner.layout.setting import BlockPlan, Setting
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 from scrimp.planner.layout.stage_sizes import balanced, improved
+from scrimp.planner.layout.stages import splits_backward
+
+_MANY = 4
+"""Micro-batches of a layout from which on it is asked first which of them have room."""
 
 
 @dataclass(frozen=True)
@@ -116,14 +125,16 @@ class _Waiting:
     solved: Candidate | None = field(compare=False, default=None)
     """Filled by the fourth one, where stages of other sizes may be faster."""
     followers: list[_Waiting] = field(compare=False, default_factory=list)
-    """The same whose ranks share weights too (`_promises`); they wait until this one is through."""
+    """The same whose ranks share weights too (`_layouts`); they wait until this one is through."""
+    untried: tuple[tuple[ResolvedLayout, list[int]], ...] = field(compare=False, default=())
+    """Layouts with their micro-batches, none of which was looked at alone: what is promised holds for all of them."""
 
-    def released(self, best: Contenders) -> Iterator[_Waiting]:
+    def released(self, known: _Known) -> Iterator[_Waiting]:
         """Followers that may still change anything: none takes less than the passes of this one."""
         seconds = self.balance * self.rough.passes if self.rough else self.seconds
         for one in self.followers:
-            if best.may_take(one.setting.layout, seconds):
-                own = _promise(one)
+            if known.best.may_take(one.setting.layout, seconds):
+                own = _promise(one, known)
                 yield dataclasses.replace(own, seconds=max(seconds, own.seconds))
 
 
@@ -144,17 +155,22 @@ def search(
     if question.memory.activations is not None:
         return _as_given(question, keep, note, has_families)
     quality = question.formats.quality(question.model) if question.formats else None
-    waiting = _promises(question, quality, note)
-    tried = sum(1 + len(one.followers) for one in waiting)
+    waiting = _layouts(question, quality, note)
+    tried = sum(len(sizes) for one in waiting for _, sizes in one.untried)
     known = _Known(question, Contenders(keep, has_families=has_families), tried)
     heapq.heapify(waiting)
     while waiting:
         one = heapq.heappop(waiting)
+        if one.untried:
+            if any(known.best.may_take(layout, one.seconds) for layout, _ in one.untried):
+                for other in _promises(one, known, quality):
+                    heapq.heappush(waiting, other)
+            continue
         if known.best.may_take(one.setting.layout, one.seconds):
             note(f"{known.tried:,} settings tried, {known.solved:,} of them solved block by block")
             following = _after_next_door(one, known, quality)
         else:
-            following = one.released(known.best)
+            following = one.released(known)
         for other in following:
             heapq.heappush(waiting, other)
     best = known.best
@@ -176,19 +192,19 @@ def _after_next_door(one: _Waiting, known: _Known, quality: Quality | None) -> I
     if one.is_bounded:
         found = known.takes(one, blocks, _solved(blocks))
         yield from _with_other_stages(one, found)
-        yield from one.released(known.best)
+        yield from one.released(known)
         return
     if one.rough is None:
-        yield from _with_more_on_host(one, known.question)
+        yield from _with_more_on_host(one, known)
         known.counts(one, blocks)
-        following = _played(one, blocks) if blocks.has_room else None
+        following = _played(one, blocks, known) if blocks.has_room else None
     else:
         following = _bounded(one, blocks, one.rough)
     if following is not None and math.isfinite(following.seconds):
         yield following
     else:
         known.does_not_fit(one, blocks)
-        yield from one.released(known.best)
+        yield from one.released(known)
 
 
 @dataclass
@@ -206,6 +222,14 @@ class _Known:
     """The last three as `Found` has them."""
     failed: Counter[int] = field(default_factory=Counter)
     """With how many kinds of states on the host each layout was found not to fit."""
+    passes: dict[Any, Passes] = field(default_factory=dict)
+    """Those of blocks that save no bytes, by all that they depend on."""
+
+    def passes_of(self, setting: Setting) -> Passes:
+        """Those of settings that differ from this one in their stages alone."""
+        layout = dataclasses.replace(setting.layout, virtual=1, stages=None, schedule="1f1b")
+        place = (layout, setting.micro_batch, setting.offload, splits_backward(setting.layout))
+        return self.passes.setdefault(place, {})
 
     def counts(self, one: _Waiting, blocks: Blocks) -> None:
         """Take in the bytes of a candidate."""
@@ -275,37 +299,74 @@ def _as_given(question: Question, keep: int, note: Callable[[str], None], has_fa
     return Found(tuple(best.best), tried, tried, too_large, least, host, best.families)
 
 
-def _promises(
-    question: Question,
-    quality: Quality | None,
-    note: Callable[[str], None],
-) -> list[_Waiting]:
-    """All layouts and micro-batches, before the first door. Pipelines of zero 3 follow those of zero 1 with the same
-    shards and no copies: these gather as much in forward passes, and reduce once a step."""
-    waiting: list[_Waiting] = []
-    leaders: dict[tuple[ResolvedLayout, int], _Waiting] = {}
-    number, free = 0, quality.formats if quality else ()
+def _layouts(question: Question, quality: Quality | None, note: Callable[[str], None]) -> list[_Waiting]:
+    """All layouts that there are, before any door. Pipelines of zero 3 go with those of zero 1 in the same shards and
+    no copies: these gather as much in forward passes, and reduce once a step."""
+    groups: dict[ResolvedLayout, list[ResolvedLayout]] = {}
     for layout in layouts(question):
-        for micro_batch in micro_batches(question, layout) if question.on_host(layout) else ():
-            setting = setting_of(question, layout, micro_batch)
-            setting = dataclasses.replace(setting, offload=question.on_host(layout)[0])
-            place = dataclasses.replace(layout, zero=1), micro_batch
-            number += 1
-            one = _Waiting(0.0, (number, 0), setting, free, "stages" in question.given)
-            if layout.zero == 3 and layout.dp == 1 and place in leaders:
-                leaders[place].followers.append(one)
-                continue
-            waiting.append(_promise(one))
-            if layout.pp > 1 and layout.zero == 1:
-                leaders[place] = waiting[-1]
+        follows = layout.pp > 1 and layout.dp == 1
+        groups.setdefault(dataclasses.replace(layout, zero=1) if follows else layout, []).append(layout)
+    found, number, free = [], 0, quality.formats if quality else ()
+    for members in groups.values():
+        members.sort(key=lambda one: one.zero)
+        sizes = [list(micro_batches(question, one)) if question.on_host(one) else [] for one in members]
+        if any(sizes):
+            first = members[0]
+            whole = setting_of(question, first, question.global_batch // first.data_ranks)
+            best = dataclasses.replace(_unlimited(whole), offload=question.on_host(first)[0])
+            seconds = least_of_any_batch(best, min(map(min, filter(None, sizes))), free)
+            one = _Waiting(seconds, (number, 0), best, free, "stages" in question.given)
+            found.append(dataclasses.replace(one, untried=tuple(zip(members, sizes, strict=True))))
+            number += sum(map(len, sizes))
             note(f"{number:,} settings found")
-    return waiting
+    return found
 
 
-def _promise(one: _Waiting) -> _Waiting:
+def _promises(group: _Waiting, known: _Known, quality: Quality | None) -> Iterator[_Waiting]:
+    """The micro-batches of a layout before the first door, but for those that are too large: of what fits in no way
+    the smallest one alone, and all sequences in one."""
+    leaders: dict[int, _Waiting] = {}
+    number, question = group.number[0], known.question
+    for layout, sizes in group.untried:
+        levels = question.on_host(layout)
+        some = _with_room(question, quality, layout, sizes)
+        known.too_large += len(sizes) - len(some)
+        known.priced += len(sizes) - len(some)
+        for size in some:
+            setting = dataclasses.replace(setting_of(question, layout, size), offload=levels[0])
+            number += 1
+            one = _Waiting(0.0, (number, 0), setting, group.free, group.has_own_sizes)
+            if size in leaders:
+                leaders[size].followers.append(one)
+            else:
+                leaders[size] = _promise(one, known)
+    yield from leaders.values()
+
+
+def _with_room(
+    question: Question, quality: Quality | None, layout: ResolvedLayout, sizes: list[int]
+) -> list[int]:
+    """The micro-batches, ascending, without those that devices do not hold whatever lives on the host."""
+    if len(sizes) < _MANY:
+        return sizes
+    whole = question.global_batch // layout.data_ranks
+    several = [size for size in sizes if size < whole]
+
+    def lacks(size: int) -> bool:
+        setting = dataclasses.replace(
+            setting_of(question, layout, size), offload=question.on_host(layout)[-1]
+        )
+        return not may_have_room(setting, quality)
+
+    if several and lacks(several[-1]):
+        several = several[: max(1, bisect.bisect_left(several, True, key=lacks))]
+    return several + [size for size in sizes if size == whole]
+
+
+def _promise(one: _Waiting, known: _Known) -> _Waiting:
     """Before the first door, with what it promises."""
     best = _unlimited(one.setting)
-    busy = rank_seconds(best, one.free)
+    busy = rank_seconds(best, one.free, known.passes_of(one.setting))
     share = 1.0 if one.has_own_sizes else balanced(best, busy)[1]
     return dataclasses.replace(one, seconds=share * least_step_seconds(best, one.free, busy), balance=share)
 
@@ -316,13 +377,13 @@ def _unlimited(setting: Setting) -> Setting:
     return dataclasses.replace(setting, blocks=(plan,) * len(setting.model.blocks))
 
 
-def _with_more_on_host(one: _Waiting, question: Question) -> list[_Waiting]:
+def _with_more_on_host(one: _Waiting, known: _Known) -> list[_Waiting]:
     """The same with the next kind of states in host memory."""
-    (number, level), levels = one.number, question.on_host(one.setting.layout)
+    (number, level), levels = one.number, known.question.on_host(one.setting.layout)
     if level + 1 == len(levels):
         return []
     setting = dataclasses.replace(one.setting, offload=levels[level + 1])
-    return [_promise(_Waiting(0.0, (number, level + 1), setting, one.free, one.has_own_sizes))]
+    return [_promise(_Waiting(0.0, (number, level + 1), setting, one.free, one.has_own_sizes), known)]
 
 
 def _with_other_stages(one: _Waiting, found: Candidate | None) -> list[_Waiting]:
@@ -333,9 +394,9 @@ def _with_other_stages(one: _Waiting, found: Candidate | None) -> list[_Waiting]
     return [dataclasses.replace(one, seconds=share * found.seconds, solved=found, followers=[])]
 
 
-def _played(one: _Waiting, blocks: Blocks) -> _Waiting:
+def _played(one: _Waiting, blocks: Blocks, known: _Known) -> _Waiting:
     """After the second door."""
-    rough = predict(_unlimited(one.setting), one.free)
+    rough = predict(_unlimited(one.setting), one.free, known.passes_of(one.setting))
     return dataclasses.replace(
         one, seconds=max(one.seconds, one.balance * rough.least), rough=rough, blocks=blocks
     )

@@ -86,13 +86,22 @@ def kinds_of_stages(setting: Setting) -> list[Kinds]:
     plans, stages = block_plans(setting), blocks_of_stages(setting)
     if _is_uniform(setting, plans):
         return _sized([len(blocks) for blocks in stages], plans[0])
-    first, found = setting.model.first_equal, []
+    first, found, alike = setting.model.first_equal, [], all(plan is plans[0] for plan in plans)
+    known: dict[tuple[tuple[tuple[int, int], int], ...], Kinds] = {}
     for blocks in stages:
-        # Plans are slow to hash, and few: equal ones are mostly one object.
-        kinds: Kinds = Counter()
-        for (index, _), (plan, count) in _counted(blocks, first, plans).items():
-            kinds[index, plan] += count
-        found.append(kinds)
+        # Plans are slow to hash, and few: equal ones are mostly one object. Equal stages share a count.
+        counted = (
+            {(index, 0): (plans[0], count) for index, count in _equal(first, blocks)}
+            if alike
+            else _counted(blocks, first, plans)
+        )
+        key = tuple((kind, count) for kind, (_, count) in counted.items())
+        if key not in known:
+            kinds: Kinds = Counter()
+            known[key] = kinds
+            for (index, _), (plan, count) in counted.items():
+                kinds[index, plan] += count
+        found.append(known[key])
     return found
 
 
@@ -117,6 +126,12 @@ def _counted(
     return found
 
 
+@lru_cache(maxsize=4096)
+def _equal(first: tuple[int, ...], blocks: range) -> tuple[tuple[int, int], ...]:
+    """The numbers of the blocks that others equal, and how many of these do."""
+    return tuple(Counter(first[at] for at in blocks).items())
+
+
 def kinds_of_ranks(setting: Setting) -> list[Kinds]:
     """The same of all stages of each rank."""
     plans, layout = block_plans(setting), setting.layout
@@ -125,7 +140,12 @@ def kinds_of_ranks(setting: Setting) -> list[Kinds]:
         sizes = [len(blocks) for blocks in blocks_of_stages(setting)]
         return _sized([sum(sizes[one] for one in ours) for ours in own], plans[0])
     stages = kinds_of_stages(setting)
-    return [sum((stages[one] for one in ours), start=Counter()) for ours in own]
+    known: dict[tuple[int, ...], Kinds] = {}
+    for ours in own:
+        key = tuple(id(stages[one]) for one in ours)
+        if key not in known:
+            known[key] = sum((stages[one] for one in ours), start=Counter())
+    return [known[tuple(id(stages[one]) for one in ours)] for ours in own]
 
 
 @dataclass(frozen=True)
