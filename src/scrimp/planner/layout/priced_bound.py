@@ -57,7 +57,8 @@ def least_at_prices(ranks: Sequence[RankKinds], prices: Array) -> Array:
         crossing = left.height + mu * left.slope
         here = kinds.at(mu)
         found = np.where(is_open, np.maximum(found, here.value), found)
-        is_open &= here.value < crossing - _ROUND * np.abs(crossing)
+        closed = np.subtract(crossing, _ROUND * np.abs(crossing), where=is_open, out=np.zeros_like(gap))
+        is_open &= here.value < closed
         if not is_open.any():
             break
         rises = here.slope > 0
