@@ -131,6 +131,7 @@ def test_a_hugging_face_folder_is_planned_for_by_its_config_alone(
         ("--hardware 8xh100 --explain tp=8", "did you mean layout.tp"),
         ("--hardware 8xh100 --explain layout.tp", "--explain asks about a degree"),
         ("--hardware 8xh100 --explain layout.tp=0", "--explain asks about a degree"),
+        ("--hardware 8xh100 --explain layout.tp=2,layout.tp=4", "--explain asks twice about a degree"),
         ("--tokens 15T", "--tokens is an option of a search on other hardware"),
         ("--what-if", "--what-if is an option of a search on other hardware"),
         ("--hardware 8xh100 --layout.tp=3", "tp 3 does not divide 8 devices of a node"),
@@ -226,7 +227,7 @@ def test_a_cluster_of_a_file_is_told_what_its_file_would_say(
 
 
 def test_a_plan_for_another_size_than_its_file_is_shown_and_not_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster, saved = tmp_path / "cluster.toml", tmp_path / "plan.json"
     cluster.write_text(HALF_A_NODE, encoding="utf-8")
@@ -236,7 +237,10 @@ def test_a_plan_for_another_size_than_its_file_is_shown_and_not_saved(
     assert "mine: a100-80" in said.out
     assert "write `count = 1` and `devices = 1` in " in said.err
     assert not saved.exists()
+    monkeypatch.chdir(tmp_path)
+    words[1] = "cluster.toml"
     assert plan(*words) == 0
+    # As other folders find it.
     assert json.loads(saved.read_text(encoding="utf-8"))["hardware"] == str(cluster)
 
 

@@ -195,5 +195,7 @@ def _explain(text: str) -> dict[str, int]:
                 expected=f"as layout.tp=8; one of {', '.join(EXPLAINED)}, more than one with a comma between",
                 do=f"did you mean {near}?" if near and key not in EXPLAINED else None,
             )
+        if EXPLAINED[key] in found:
+            raise ConfigError("--explain asks twice about a degree", got=text, expected=f"{key} once")
         found[EXPLAINED[key]] = int(value)
     return found

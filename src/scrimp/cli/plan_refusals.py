@@ -8,6 +8,7 @@ Checked  tests/cli/test_plan_elsewhere.py: what is said to be enough is
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from scrimp.cli.plan_question import Asked
 from scrimp.errors import ConfigError, PlanError
@@ -68,7 +69,8 @@ def hardware_of_line(cluster: Cluster, asked: Cluster, hardware: str) -> str:
         ConfigError: a line cannot name it.
     """
     if cluster.groups == asked.groups:
-        return hardware
+        # The plan is read from other folders, too.
+        return str(Path(hardware).absolute()) if is_file(hardware) else hardware
     if is_file(hardware):
         raise ConfigError(
             "the plan is for another size than its hardware file says, and is not saved",

@@ -379,3 +379,10 @@ def test_a_wrong_cluster_file_is_refused_by_file_and_key(
         load_hardware(file)
     assert str(file) in str(refused.value)
     assert key in str(refused.value)
+
+
+def test_a_name_that_would_colour_a_terminal_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "red\\u001b[31m"\n[[nodes]]\nnode = "dgx-h100"\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"no text of one line - got 'red\\x1b\[31m'"):
+        load_hardware(file)

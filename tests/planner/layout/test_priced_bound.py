@@ -105,6 +105,8 @@ def test_a_kind_without_any_choice_is_infinite_and_warns_of_nothing() -> None:
     none = Choices(np.full(2, np.inf), np.array([9.0, 1.0]), np.zeros(2))
     some = Choices(np.array([1.0, 3.0]), np.array([8.0, 2.0]), np.array([0.0, 1.0]))
     with np.errstate(all="raise"):
-        found = least_at_prices([RankKinds([(none, 1), (some, 2)], 12.0), RankKinds([(some, 2)], 12.0)], PRICES)
+        found = least_at_prices(
+            [RankKinds([(none, 1), (some, 2)], 12.0), RankKinds([(some, 2)], 12.0)], PRICES
+        )
     assert np.isinf(found[0]).all()
     assert np.isfinite(found[1]).all()

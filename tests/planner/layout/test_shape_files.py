@@ -24,6 +24,7 @@ GOOD: dict[str, Any] = {
 EXPERTS = {"count": 16, "chosen": 2, "width": 256}
 TEXT = "".join(f"{key} = {value}\n" for key, value in GOOD.items())
 LATENT = {"kv_rank": 64, "nope_size": 64, "rope_size": 32, "value_size": 64}
+AS_LATENT = {"latent_attention": LATENT, "kv_heads": 8, "head_size": 96}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,10 @@ def test_a_bad_shape_is_refused_by_its_key(tmp_path: Path, text: str, says: str)
         ),
         ({"experts": {**EXPERTS, "count": 0}}, "experts.count in .* is out of range"),
         ({"experts": {**EXPERTS, "chosen": 17}}, "experts.chosen in .* is more than there are"),
+        ({"window_every": 2}, "window_every in .* has no effect"),
+        ({"experts": {**EXPERTS, "shared_width": 512}}, "experts.shared_width in .* has no effect"),
+        ({**AS_LATENT, "kv_heads": 2}, "kv_heads in .* has no effect"),
+        ({**AS_LATENT, "head_size": 64}, "head_size in .* has no effect"),
         ({"latent_attention": {**LATENT, "kv_rank": 0}}, "latent_attention.kv_rank in .* is out of range"),
     ],
 )
@@ -75,6 +80,13 @@ def test_numbers_that_no_model_has_are_refused(tmp_path: Path, change: dict[str,
             lines += [f"[{key}]", *(f"{name} = {number}" for name, number in value.items())]
     file.write_text("\n".join(lines), encoding="utf-8")
     with pytest.raises(ConfigError, match=says):
+        read_shape(file)
+
+
+def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "shape.toml"
+    file.write_bytes(TEXT.encode() + b"# \xff")
+    with pytest.raises(ConfigError, match=r"not in UTF-8 - got byte \d+ is 0xff"):
         read_shape(file)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from published_settings import LLAMA_8B, setting
 
+from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.objectives import Searching
 from scrimp.planner.layout.questions import Question
 from scrimp.planner.layout.search import search
@@ -76,3 +78,19 @@ def test_as_few_more_nodes_as_share_the_batch() -> None:
     assert found["2 more nodes"].best is not None
     never = what_if(dataclasses.replace(two, given={"tp": 3}), Searching())
     assert {(one.best, one.tried) for one in never} == {(None, 0)}
+
+
+def test_of_several_kinds_of_nodes_all_change_and_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "mixed.toml"
+    file.write_text('[[nodes]]\nnode = "dgx-h100"\n[[nodes]]\nnode = "dgx-a100-80"\n', encoding="utf-8")
+    asked = dataclasses.replace(question("8xh100"), cluster=load_hardware(file))
+    found = dict(variants(asked))
+    first, second = asked.cluster.groups
+    assert found["one more node (h100)"].cluster.groups == (dataclasses.replace(first, count=2), second)
+    assert found["nodes in the order a100-80, h100"].cluster.groups == (second, first)
+    (name,) = (one for one in found if "in a node half" in one)
+    for before, after in zip(asked.cluster.groups, found[name].cluster.groups, strict=True):
+        assert before.node.link.inside.name in name
+        assert before.node.link.inside.bandwidth == 2 * after.node.link.inside.bandwidth
+    for before, after in zip(asked.cluster.groups, found["twice the memory"].cluster.groups, strict=True):
+        assert after.node.device.memory_bytes == 2 * before.node.device.memory_bytes

@@ -233,9 +233,9 @@ def _cluster(file: Path) -> Cluster:
     between = _between(table.get("link", {}), where)
     slowest = min((group.node.link.outside for group in groups), key=lambda link: link.bandwidth)
     name = table.get("name", file.stem)
-    if not isinstance(name, str) or not name.strip():
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
         raise ConfigError(
-            f"name in {where} is no text", got=repr(name)[:80], expected="a name for the cluster"
+            f"name in {where} is no text of one line", got=repr(name)[:80], expected="a name for the cluster"
         )
     found = Cluster(name, groups, between or slowest)
     if found.devices > _MOST:

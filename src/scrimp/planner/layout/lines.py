@@ -123,6 +123,7 @@ def as_answer(setting: Setting, prediction: Prediction, memory: Sequence[RankByt
         "step_seconds": prediction.step_seconds,
         **({} if today is None else {"step_seconds_today": today}),
         "tokens_per_second_per_device": prediction.tokens_per_second_per_device,
+        "fits": fits_devices(setting, memory),
         "seconds": prediction.seconds,
         "stages": [
             {
@@ -132,6 +133,11 @@ def as_answer(setting: Setting, prediction: Prediction, memory: Sequence[RankByt
             for one in memory
         ],
     }
+
+
+def fits_devices(setting: Setting, memory: Sequence[RankBytes]) -> bool:
+    """Whether the peak of each rank of the pipeline fits into its device."""
+    return all(one.total <= setting.at(rank).memory_bytes for rank, one in enumerate(memory))
 
 
 def line_of(setting: Setting, model: str | ModelShape, hardware: str) -> Line:

@@ -46,9 +46,13 @@ def read_shape(file: Path) -> ModelShape:
         ConfigError: by the key that is wrong.
     """
     do = "see docs/planner.md for the keys of a shape"
-    text = read_bounded(file, error=ConfigError, do=do, at_most=_BYTES).decode("utf-8-sig", "replace")
+    read = read_bounded(file, error=ConfigError, do=do, at_most=_BYTES)
     try:
-        values = tomllib.loads(text)
+        values = tomllib.loads(read.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file} is not in UTF-8", got=f"byte {error.start:,} is 0x{read[error.start]:02x}", do=do
+        ) from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{file} is no TOML", got=str(error), do=do) from None
     found = as_typed(values, ModelShape, origin=str(file), error=ConfigError, do=do)
@@ -73,7 +77,23 @@ def check_shape(shape: ModelShape, where: str = " of the model") -> None:
         raise ConfigError(
             f"kv_heads{where} does not divide its heads", got=f"{shape.heads:,} over {shape.kv_heads:,}"
         )
-    experts = shape.experts
+    experts, latent = shape.experts, shape.latent_attention
+    idle = {
+        "window_every": shape.window_every > 1 and not shape.window,
+        "experts.shared_width": experts is not None and experts.shared_width > 0 and not experts.shared,
+        "kv_heads": latent is not None and shape.kv_heads != shape.heads,
+        "head_size": latent is not None and shape.head_size != latent.nope_size + latent.rope_size,
+    }
+    needs = {
+        "window_every": "a window, whose tokens `window` says",
+        "experts.shared_width": "shared experts, whose number `experts.shared` says",
+        "kv_heads": f"{shape.heads:,}, as many as heads: latent attention has no others",
+        "head_size": "nope_size + rope_size of latent_attention",
+    }
+    for key in (key for key, is_idle in idle.items() if is_idle):
+        raise ConfigError(
+            f"{key}{where} has no effect", got=f"{values[key]:,}", expected=f"{needs[key]}; or leave it out"
+        )
     if experts is not None and experts.chosen > experts.count:
         raise ConfigError(
             f"experts.chosen{where} is more than there are",

@@ -1,4 +1,5 @@
-"""The same question with one thing changed: one more node, a slower link, half the batch, twice the memory.
+"""The same question with one thing changed: one more node, a slower link, half the batch, twice the memory; of several
+kinds of nodes, their order too.
 
 Method   Where no layout has one more node (17 nodes share few batches), as few more as have one.
 Limits   Prices and rates of devices stay as they are.
@@ -8,9 +9,10 @@ Checked  tests/planner/layout/test_what_if.py
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from scrimp.planner.hardware import Cluster, Link
+from scrimp.planner.hardware import Link, Node
 from scrimp.planner.layout.divisibility import has_layout
 from scrimp.planner.layout.objectives import Searching
 from scrimp.planner.layout.questions import Question
@@ -42,45 +44,69 @@ def what_if(question: Question, searching: Searching) -> list[Change]:
 
 
 def variants(question: Question) -> list[tuple[str, Question]]:
-    """The changed questions, by what changed; of several kinds of nodes the first ones change."""
-    cluster, group = question.cluster, question.cluster.groups[0]
-    links, node, device = group.node.link, group.node, group.node.device
+    """The changed questions, by what changed; of several kinds of nodes all change alike, but for one more node."""
+    cluster = question.cluster
     found = [_more_nodes(question)]
+    if len(cluster.groups) > 1:
+        # The first stages of a pipeline are on the first nodes.
+        turned = cluster.groups[::-1]
+        name = f"nodes in the order {', '.join(group.node.device.name for group in turned)}"
+        found.append(
+            (name, dataclasses.replace(question, cluster=dataclasses.replace(cluster, groups=turned)))
+        )
     if cluster.nodes > 1:
-        slower = dataclasses.replace(links, outside=_half(links.outside))
-        name = f"{links.outside.name} between nodes half as fast"
-        changed = _with(question, node=dataclasses.replace(node, link=slower))
+        changed = _with(question, lambda node: _slower(node, outside=_half(node.link.outside)))
         between = dataclasses.replace(changed.cluster, between=_half(cluster.between))
+        links = [*(group.node.link.outside for group in cluster.groups), cluster.between]
+        name = f"{_names(links[: None if len(cluster.groups) > 1 else 1])} between nodes half as fast"
         found.append((name, dataclasses.replace(changed, cluster=between)))
-    if group.used > 1:
-        slower = dataclasses.replace(links, inside=_half(links.inside))
-        name = f"{links.inside.name} in a node half as fast"
-        found.append((name, _with(question, node=dataclasses.replace(node, link=slower))))
+    if any(group.used > 1 for group in cluster.groups):
+        inside = _names([group.node.link.inside for group in cluster.groups if group.used > 1])
+        changed = _with(question, lambda node: _slower(node, inside=_half(node.link.inside)))
+        found.append((f"{inside} in a node half as fast", changed))
     if not question.global_batch % 2:
         found.append(
             ("half the batch", dataclasses.replace(question, global_batch=question.global_batch // 2))
         )
-    larger = dataclasses.replace(device, memory_bytes=2 * device.memory_bytes)
-    found.append(("twice the memory", _with(question, node=dataclasses.replace(node, device=larger))))
+    found.append(("twice the memory", _with(question, _larger)))
     return found
 
 
+def _names(links: Sequence[Link]) -> str:
+    return ", ".join(dict.fromkeys(one.name for one in links))
+
+
+def _slower(node: Node, **links: Link) -> Node:
+    return dataclasses.replace(node, link=dataclasses.replace(node.link, **links))
+
+
+def _larger(node: Node) -> Node:
+    device = dataclasses.replace(node.device, memory_bytes=2 * node.device.memory_bytes)
+    return dataclasses.replace(node, device=device)
+
+
 def _more_nodes(question: Question) -> tuple[str, Question]:
-    """One more, or as few as any layout has."""
-    count = question.cluster.groups[0].count
-    for more in range(1, _MOST_NODES + 1):
-        larger = _with(question, count=count + more)
-        if has_layout(larger):
-            return "one more node" if more == 1 else f"{more} more nodes", larger
-    return "one more node", _with(question, count=count + 1)
-
-
-def _with(question: Question, **changes: object) -> Question:
-    """With another first group of nodes."""
+    """One more, or as few as any layout has; of several kinds of the first."""
     cluster = question.cluster
-    group = dataclasses.replace(cluster.groups[0], **changes)  # type: ignore[arg-type]
-    changed: Cluster = dataclasses.replace(cluster, groups=(group, *cluster.groups[1:]))
-    return dataclasses.replace(question, cluster=changed)
+    first, *others = cluster.groups
+    kind = f" ({first.node.device.name})" if others else ""
+
+    def with_more(more: int) -> Question:
+        group = dataclasses.replace(first, count=first.count + more)
+        return dataclasses.replace(question, cluster=dataclasses.replace(cluster, groups=(group, *others)))
+
+    for more in range(1, _MOST_NODES + 1):
+        larger = with_more(more)
+        if has_layout(larger):
+            return f"one more node{kind}" if more == 1 else f"{more} more nodes{kind}", larger
+    return f"one more node{kind}", with_more(1)
+
+
+def _with(question: Question, change: Callable[[Node], Node]) -> Question:
+    """With other nodes."""
+    cluster = question.cluster
+    groups = tuple(dataclasses.replace(group, node=change(group.node)) for group in cluster.groups)
+    return dataclasses.replace(question, cluster=dataclasses.replace(cluster, groups=groups))
 
 
 def _half(link: Link) -> Link:
