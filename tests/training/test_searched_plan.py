@@ -20,6 +20,7 @@ from scrimp.models import spec_of
 from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.lines import LayoutLine, Line, line_text
 from scrimp.planner.layout.setting import BlockPlan, Offload
+from scrimp.planner.layout.state_formats import StateFormats
 from scrimp.profiler import Device, resolve_device
 from scrimp.training.searched_plan import is_same_name, refuse_other_hardware, with_plan
 from scrimp.world import World
@@ -72,6 +73,10 @@ def test_the_settings_of_a_plan_say_the_same_block_by_block() -> None:
         ({"precision": "fp16", "blocks": ()}, "precision fp16"),
         ({"offload": Offload(optimizer=True)}, "offload.optimizer without offload.master"),
         (
+            {"layout": LayoutLine(pp=2), "offload": Offload(optimizer=True, master=True), "blocks": ()},
+            "what lives on the host beside a pipeline",
+        ),
+        (
             {"model": "llama-60m", "layout": LayoutLine(tp=2, sequence_parallel=False), "blocks": ()},
             "tp without sequence parallelism",
         ),
@@ -80,6 +85,17 @@ def test_the_settings_of_a_plan_say_the_same_block_by_block() -> None:
 def test_what_has_no_setting_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(PlanError, match=named):
         with_plan(Config(), dataclasses.replace(LINE, **changes), frozenset(), FILE)
+
+
+def test_formats_of_states_are_those_of_the_run() -> None:
+    states = StateFormats(masters=False, moments="8bit")
+    offload = Offload(optimizer=True)
+    line = dataclasses.replace(LINE, states=states, offload=offload, hardware="h100", layout=LayoutLine())
+    config, _ = with_plan(Config(), line, frozenset(), FILE)
+    assert (config.train.parameters, config.optimizer.master_weights) == ("bf16", False)
+    assert (config.optimizer.moments, config.memory.optimizer) == ("8bit", "host")
+    usual, _ = with_plan(Config(), LINE, frozenset(), FILE)
+    assert usual.optimizer == Config().optimizer
 
 
 def test_two_wills_are_refused_and_one_will_twice_is_not() -> None:

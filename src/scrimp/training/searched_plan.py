@@ -32,7 +32,7 @@ from scrimp.models.shapes import ModelShape
 from scrimp.planner.hardware import Cluster
 from scrimp.planner.layout.execution import Execution
 from scrimp.planner.layout.lines import Line, setting_of
-from scrimp.planner.layout.setting import BlockPlan, Setting
+from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.stages import block_plans
 from scrimp.profiler import Device
 from scrimp.profiler.this_device import MEMORY_TOLERANCE, is_same_name, memory_bytes
@@ -144,7 +144,7 @@ def _rules(precision: str, plans: tuple[BlockPlan, ...]) -> str:
 
 
 def _not_carried_out(line: Line, setting: Setting) -> Iterator[str]:
-    offload, layout = setting.offload, setting.layout
+    layout = setting.layout
     if isinstance(line.model, ModelShape) or line.model.endswith(".toml"):
         yield "a model that is a shape alone (scrimp train takes presets and weights)"
     if line.software not in ("scrimp", UNCOMPILED):
@@ -159,6 +159,14 @@ def _not_carried_out(line: Line, setting: Setting) -> Iterator[str]:
         yield "tp without sequence parallelism"
     if layout.shards > 1 and layout.zero == 0:
         yield "zero 0 on ranks that share weights"
+    yield from _not_on_the_host(setting)
+
+
+def _not_on_the_host(setting: Setting) -> Iterator[str]:
+    offload = setting.offload
+    leaves = offload != Offload() or any(one.offload for one in block_plans(setting))
+    if setting.layout.pp > 1 and leaves:
+        yield "what lives on the host beside a pipeline"
     if offload.residuals:
         yield "offload.residuals without activations"
     if offload.optimizer != offload.master and setting.software.states.masters:

@@ -10,10 +10,12 @@ from published_settings import setting
 
 from scrimp.config.pipeline import Pipeline
 from scrimp.config.schema import PipelineScheduleName
+from scrimp.planner.layout.block_times import PassSeconds
 from scrimp.planner.layout.predict import kernels_of, planned_seconds, predict
 from scrimp.planner.layout.setting import BlockPlan, Setting
-from scrimp.planner.layout.sharing import once_a_step, stage_waits
+from scrimp.planner.layout.sharing import beside_exchanges, once_a_step, stage_waits
 from scrimp.planner.layout.stage_memory import peak_bytes
+from scrimp.planner.layout.stages import numbers_of_block
 from scrimp.runtime.pipeline.orders import passes_of
 
 WHOLE = BlockPlan(gathered=True)
@@ -116,3 +118,19 @@ def test_gradients_of_whole_states_are_added_up() -> None:
     shaped = setting(of="megatron", precision="fp16", zero=0, dp=4, tp=2)
     gradients = shaped.software.gradient_bytes * shaped.model.parameters / 2
     assert once_a_step(shaped, 0) == pytest.approx((shaped.groups["data"].added(gradients), 0.0))
+
+
+def test_copies_beside_shards_of_zero_3_add_up_in_every_pass() -> None:
+    shaped = setting(hardware="8x8xh100", zero=3, dp=8, fsdp=8)
+    once = dataclasses.replace(shaped.software, adds_copies_in_passes=False)
+    other = dataclasses.replace(shaped, software=once)
+    block = numbers_of_block(shaped, shaped.model.blocks[0])
+    each, added = shaped.software.gradient_bytes, shaped.groups["dp"].added
+
+    def exchanged(one: Setting) -> float:
+        return beside_exchanges(one, block, PassSeconds(0.0), 0.0, each).communication
+
+    assert exchanged(shaped) - exchanged(other) == pytest.approx(added(each * block.total / 8))
+    assert once_a_step(shaped, 0) == (0.0, 0.0)
+    assert once_a_step(other, 0)[0] == pytest.approx(added(each * shaped.model.parameters / 8))
+    assert predict(shaped).step_seconds > predict(other).step_seconds

@@ -9,7 +9,8 @@ Method   Of a block of W bytes of weights and G of gradients on S ranks, m micro
              2       m W               m G             likewise
              3       2 m W             m G             in a pass (`BlockPlan.gathered`: m W, as of zero 2)
 
-         Copies beside shards (dp) add up in one all-reduce a step what their shards have reduced, G / S each.
+         Copies beside shards (dp) add up what their shards have reduced, G / S each, in an all-reduce: once a step or,
+         of ZeRO 2 and 3 by FSDP2, in every backward pass (`adds_copies_in_passes`).
          Whatever the schedule, FSDP2 frees what was gathered when a block's backward pass is over, and a forward pass
          that finds it there gathers nothing; so in 1F1B, where all micro-batches in flight share it, there is one
          gather to each backward pass. A share of `hidden_gathers` runs beside the pass's computing. In a pipeline two
@@ -100,13 +101,22 @@ def _exchanged(setting: Setting, numbers: Numbers, weights: float, gradients: fl
     seconds = 0.0
     for group, count in _each(setting, numbers, _SHARDS):
         seconds += group.gathered(weights * count) + group.reduced(gradients * count)
+    if gradients and _adds_in_passes(setting):
+        seconds += setting.groups["dp"].added(gradients * numbers.over(setting.weight_shards))
     return seconds
+
+
+def _adds_in_passes(setting: Setting) -> bool:
+    """Whether copies beside shards add up the gradients of every micro-batch."""
+    return setting.software.adds_copies_in_passes and setting.shares_weights and setting.layout.dp > 1
 
 
 def once_a_step(setting: Setting, rank: int) -> tuple[float, float]:
     """Seconds of what a rank reduces once a step, and gathers; the last passes and the first ones hide a part of it."""
     groups, numbers, copies = setting.groups, numbers_of_rank(setting, rank), 0.0
     gradients, over = setting.software.gradient_bytes, ("data", "edp")
+    if _adds_in_passes(setting):
+        return 0.0, 0.0
     if setting.shares_weights:
         return groups["dp"].added(gradients * numbers.over(setting.weight_shards)), 0.0
     if setting.state_shards[0] == 1:

@@ -111,6 +111,8 @@ class Software:
     blocks that run."""
     gathers_copies: bool
     """Whether zero 1 gathers weights in every pass, not once a step."""
+    adds_copies_in_passes: bool
+    """Whether copies beside shards of zero 2 and 3 add up gradients in every backward pass, not once a step."""
     unit_copies: float
     """Bytes that are moved on a device for each that it gathers or reduces: FSDP2 copies what has come into the
     weights' tensors, and gradients into one piece, each of which is a read and a write. 0: there is no copy."""
