@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 
 import pytest
 
-from scrimp.study.definition import Study, parse_study
+from scrimp.study.definition import TRUNK, Study, parse_study
 from scrimp.study.estimate import Probe
 from scrimp.study.job import Job
 from scrimp.study.rows import Curve, Key, Row
@@ -70,6 +72,13 @@ class Watched:
         self.gone.append((tuple(variants), step))
 
 
+def write_finished(run: Path, steps: int, *, is_over: bool = True) -> None:
+    """What a run leaves that has come so far, and to its end."""
+    (run / "metrics.jsonl").write_text(json.dumps({"step": steps, "loss": 3.0}) + "\n", encoding="utf-8")
+    over = {"kind": "finish", "reason": "all steps done", "step": steps}
+    (run / "events.jsonl").write_text(json.dumps(over) + "\n" if is_over else "", encoding="utf-8")
+
+
 class FakePlaces:
     """Places in which a run is over as soon as it began.
 
@@ -92,7 +101,13 @@ class FakePlaces:
             one.run_folder.mkdir(parents=True, exist_ok=True)
             (one.run_folder / "config.toml").touch()
             one.settings_file.write_text(one.toml)
-        return [(one, row_for(self.study, one.variant, one.seed, self.loss(one), one.steps)) for one in jobs]
+        return [(one, self._over(one)) for one in jobs]
+
+    def _over(self, job: Job) -> Row:
+        found = self.loss(job)
+        if found is not None and job.variant == TRUNK:
+            write_finished(job.run_folder, job.steps)
+        return row_for(self.study, job.variant, job.seed, found, job.steps)
 
     def steps(self) -> dict[str, int]:
         return {}

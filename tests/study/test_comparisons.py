@@ -11,6 +11,7 @@ import pytest
 from scrimp.study.comparisons import (
     MOST_PAIRS,
     compare,
+    has_bootstrap,
     interval_of,
     pairs_for_bootstrap,
     pairs_needed,
@@ -85,6 +86,33 @@ def test_bootstrap_intervals_of_lopsided_differences_lean_to_their_side() -> Non
     assert high - mean > mean - low
     assert low >= min(values)
     assert interval_of(values, "bootstrap", 0.05) == (low, high)  # the same draws every time
+
+
+def test_a_bootstrap_interval_does_not_depend_on_the_order_of_pairs() -> None:
+    values = [0.3, -1.2, 2.5, 0.9, 0.1, -0.4, 1.8, 3.1, 0.2, -0.9]
+    assert interval_of(values, "bootstrap", 0.01) == interval_of(values[::-1], "bootstrap", 0.01)
+
+
+@pytest.mark.parametrize(("count", "alpha"), [(10, 0.01), (20, 0.002)])
+def test_bootstrap_intervals_of_small_errors_are_nearly_as_wide_as_those_of_t(
+    count: int, alpha: float
+) -> None:
+    random = np.random.default_rng(0)
+    shares = []
+    for _ in range(60):
+        values = random.normal(size=count).tolist()
+        low, high = interval_of(values, "bootstrap", alpha)
+        least, most = interval_of(values, "t", alpha)
+        shares.append((high - low) / (most - least))
+    assert 0.9 < np.mean(shares) < 1.0
+
+
+def test_where_too_few_samples_lie_beyond_an_interval_there_is_no_bootstrap() -> None:
+    assert has_bootstrap(10, 0.01)
+    assert not has_bootstrap(10, 0.002)
+    assert not has_bootstrap(5, 0.05)
+    found = compare(dict(enumerate(range(12))), interval="bootstrap", confidence=0.9996, power=0.8)
+    assert found.interval == "t"
 
 
 def test_bootstrap_needs_enough_differences() -> None:

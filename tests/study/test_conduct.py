@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import PROBE, FakePlaces, Watched, row_for, study_of
+from fakes import PROBE, FakePlaces, Watched, row_for, study_of, write_finished
 
 from scrimp.errors import ConfigError, StorageError
 from scrimp.study.conduct import STUDY_FILE, begin, conduct, jobs_of, lock_folder
@@ -159,6 +159,20 @@ def test_a_trunk_that_is_gone_is_made_again_only_where_a_run_needs_it(tmp_path: 
     more = study_of("abc", seeds=2, tail=TRUNK).with_seeds(2)
     again = run(more, tmp_path, FakePlaces(more, with_trunk, count=1))
     assert [one.name for one in again.started_jobs] == ["trunk-seed0", "c-seed0", "trunk-seed1", "c-seed1"]
+
+
+def test_a_trunk_that_was_being_made_again_when_its_study_was_killed_is_made_to_its_end(
+    tmp_path: Path,
+) -> None:
+    study = study_of("ab", seeds=1, tail=TRUNK)
+    run(study, tmp_path, FakePlaces(study, with_trunk))
+    trunk = tmp_path / "runs" / "trunk-seed0"
+    more = study_of("abc", seeds=1, tail=TRUNK)
+    write_finished(trunk, 3, is_over=False)
+    again = run(more, tmp_path, FakePlaces(more, with_trunk, count=1))
+    assert [one.name for one in again.started_jobs] == ["trunk-seed0", "c-seed0"]
+    last = run(more, tmp_path, FakePlaces(more, with_trunk, count=1))
+    assert last.started_jobs == []
 
 
 def test_runs_of_a_trunk_that_failed_fail_with_it_and_are_tried_again(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scrimp.cli import main
 from scrimp.errors import ConfigError
 from scrimp.study.definition import Study, load_study, parse_study, shipped_studies
 
@@ -184,6 +185,21 @@ REFUSED = {
     "no seeds": ("seeds = 0\n" + LIST, "seeds in mine.toml", None),
     "seeds of another type": ('seeds = "3"\n' + LIST, "seeds in mine.toml", None),
     "confidence": ("confidence = 1.0\n" + LIST, "confidence in mine.toml is out of range", None),
+    "power": ("power = 0.9999999\n" + LIST, "power in mine.toml is out of range", None),
+    "power of chance": ("power = 0.3\nconfidence = 0.6\n" + LIST, "power in mine.toml is no more than", None),
+    "other objectives": (
+        LIST.replace("optimizer.lr = 0.1", 'objective.name = "mine.py:Mine"'),
+        "objective.name in mine.toml differs",
+        None,
+    ),
+    "seeds beside a trunk": (f"seeds = [{2**32}]\n" + LIST + "[trunk]\n", "too large beside a trunk", None),
+    "another vocabulary than the trunk's": (
+        LIST.replace("train.steps = 8", "train.steps = 8\ndata.vocab_size = 300")
+        + "[trunk]\ndata.vocab_size = 400\n",
+        "another vocabulary than its trunk",
+        "[settings]",
+    ),
+    "no rounds of halving": (LIST + "[halving]\nrounds = 0\n", "halving.rounds in mine.toml", None),
     "figure": (LIST.replace("training_loss", "loss"), "figure in mine.toml", None),
     "bootstrap": ('interval = "bootstrap"\n' + LIST, "so few seeds", "seeds = 6"),
     "bootstrap of all together": (
@@ -243,6 +259,20 @@ def test_a_study_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refusal:
         load_study(str(tmp_path / "mine.toml"))
     assert "UTF-8" in refusal.value.what
+
+
+def test_a_vocabulary_that_all_share_is_the_trunks_alone() -> None:
+    text = LIST.replace("train.steps = 8", "train.steps = 8\ndata.vocab_size = 300")
+    study = parse_study(text + "[trunk]\n", name="mine", where="mine.toml")
+    assert study.trunk is not None
+    assert study.trunk.settings["data.vocab_size"] == 300
+    assert all("data.vocab_size" not in one.settings for one in study.variants)
+
+
+def test_a_home_that_nobody_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["~zzzq/x.toml"], ["formats", "--out=~zzzq/x"]):
+        assert main(["study", *words]) == 2
+        assert "names a home folder that is not known" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", shipped_studies())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -92,11 +93,28 @@ def test_a_later_look_has_a_wider_interval_and_says_so() -> None:
 
 @pytest.mark.parametrize("interval", ["t", "bootstrap"])
 def test_ever_so_many_looks_can_be_reckoned_with(interval: str) -> None:
-    study = study_of("ab", seeds=6, head=f'interval = "{interval}"')
+    study = study_of("ab", seeds=7, head=f'interval = "{interval}"')
+    control = [3.0, 3.2, 2.9, 3.1, 3.05, 3.3, 2.8]
+    other = [one - 0.01 * place for place, one in enumerate(control)]
+    rows = rows_for(study, {"a": control, "b": other})
+    (b,) = results_of(study, rows, {}).others
+    assert b.comparison is not None
+    assert b.comparison.interval == interval
     looks = {"b": [Look(steps=8, seeds=[seed]) for seed in range(3000)]}
-    rows = rows_for(study, {"a": [3.0, 3.2, 2.9], "b": [2.5, 2.71, 2.41]})
     (b,) = results_of(study, rows, looks).others
     assert b.verdict.startswith("cannot tell")
+    # No sample of seven is so far out.
+    assert b.comparison is not None
+    assert b.comparison.interval == "t"
+
+
+def test_the_same_pairs_in_another_figure_or_beside_another_control_are_another_look() -> None:
+    before = [Look(steps=8, seeds=[0, 1], figure="held_out_loss", control="a")]
+    again = Look(steps=8, seeds=[0, 1], figure="held_out_loss", control="a")
+    assert number_of(again, before) == 0
+    assert number_of(replace(again, figure="training_loss"), before) == 1
+    assert number_of(replace(again, control="c"), before) == 1
+    assert number_of(again, [Look(steps=8, seeds=[0, 1])]) == 0  # of a file that does not say
 
 
 def test_looks_are_remembered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +126,9 @@ def test_looks_are_remembered(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             append_row(tmp_path, row)
     for _ in range(2):
         assert main(["study", str(tmp_path)]) == 0
-        assert read_looks(tmp_path) == {name: [Look(steps=8, seeds=[0, 1])] for name in "bc"}
+        assert read_looks(tmp_path) == {
+            name: [Look(steps=8, seeds=[0, 1], figure="held_out_loss", control="a")] for name in "bc"
+        }
     assert "99%" not in capsys.readouterr().out
     for row in rows.values():
         if row.seed == 2:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scrimp.cli.show import plain_console, say
+from scrimp.config.read_toml import expand_home
 from scrimp.errors import ConfigError
 from scrimp.files import make_folder
 from scrimp.study.announce import announcement
@@ -32,7 +33,9 @@ def study(command: StudyCommand) -> int:
     Raises:
         ConfigError: there is no such study, or it cannot be carried out.
     """
-    source = Path(command.study).expanduser()
+    if not command.study.strip():
+        raise ConfigError("no study is named", expected="a TOML file, a name, or a folder of results")
+    source = expand_home("the study", Path(command.study))
     if source.is_dir() and ((source / STUDY_FILE).exists() or command.study not in shipped_studies()):
         refused = {
             "--out": command.out is not None,
@@ -51,10 +54,21 @@ def study(command: StudyCommand) -> int:
             )
         return _report(_of_results(source), source)
     found = load_study(command.study, command.set)
-    folder = command.out or Path("studies") / found.name
+    folder = expand_home("--out", command.out or Path("studies") / found.name)
     if command.seeds is not None:
         found = found.with_seeds(command.seeds)
     if command.report:
+        ignored = {
+            "--dry-run": command.dry_run,
+            "--at-once": command.at_once is not None,
+            "--ray": command.ray is not None,
+        }
+        if any(ignored.values()):
+            raise ConfigError(
+                "--report runs nothing",
+                got=", ".join(name for name, is_given in ignored.items() if is_given),
+                do="leave that out",
+            )
         return _report(found, folder)
     with lock_folder(folder):
         return _carry_out(found, folder, command)

@@ -26,7 +26,7 @@ from scrimp.errors import StorageError
 from scrimp.files import folder_lock, make_folder, write_whole
 from scrimp.study.definition import TRUNK, Study
 from scrimp.study.estimate import Probe, threads_of, with_micro_batch
-from scrimp.study.job import Job, finished_row, row_of, run_name
+from scrimp.study.job import Job, finished_row, has_reached, read_run_of, row_of, run_name
 from scrimp.study.processes import Places
 from scrimp.study.rounds import Round, count_of, round_of, steps_of
 from scrimp.study.rows import Key, Row, append_row, read_rows, rows_of_study
@@ -166,11 +166,13 @@ def _waiting(jobs: Sequence[Job], rows: dict[Key, Row], retried: set[Key]) -> li
 
 
 def _is_to_be_made(trunk: Job, rows: Mapping[Key, Row], retried: Collection[Key]) -> bool:
-    """Whether a trunk has no row, failed in an earlier call, or has lost its folder, which its row outlives."""
+    """Whether a trunk has no row, failed in an earlier call, or its run is not there to its end: the row outlives the
+    folder, and a run that was being made again may have been killed."""
     row = rows.get(trunk.key)
     if row is None or row.error is not None:
         return row is None or trunk.key in retried
-    return not (trunk.run_folder / "config.toml").exists()
+    run = read_run_of(trunk)
+    return run is None or not has_reached(trunk, run)
 
 
 def rows_of(study: Study, folder: Path) -> dict[Key, Row]:

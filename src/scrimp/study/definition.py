@@ -52,7 +52,7 @@ from scrimp.config import (
     ranks_of,
     replace_values,
 )
-from scrimp.config.read_toml import MAX_FILE_BYTES, convert
+from scrimp.config.read_toml import MAX_FILE_BYTES, convert, expand_home
 from scrimp.errors import ConfigError, ScrimpError
 from scrimp.files import read_bounded
 from scrimp.study.comparisons import IntervalName, pairs_for_bootstrap, share_of_error
@@ -75,14 +75,14 @@ TRUNK: Final = "trunk"
 _SEEDS_OF_TRUNKS: Final = 2**32
 """Added to a seed for its trunk, so that the runs that go on read the corpus in another order."""
 _RANGES: Final = {
-    "confidence": Range(0.5, 1, below=True),
-    "power": Range(0.05, 1, above=True, below=True),
+    "confidence": Range(0.5, 1 - 1e-9),
+    "power": Range(0.05, 0.999, above=True),
     "scatter": Range(0, 1e12, above=True),
     "matters": Range(0, 1e12, above=True),
     "threads": Range(1, 4096),
 }
 _ONLY_COMMON: Final = ("data",)
-_ONLY_COMMON_OF_LOSSES: Final = ("data", "evaluation", "train.sequence")
+_ONLY_COMMON_OF_LOSSES: Final = ("data", "evaluation", "train.sequence", "objective.name")
 _ONLY_COMMON_OF_TRUNKS: Final = ("model",)
 _SIZES_OF_BATCHES: Final = ("train.batch_tokens", "train.sequence")
 
@@ -218,7 +218,7 @@ def load_study(source: str, given: Sequence[str] = ()) -> Study:
     Raises:
         ConfigError: there is none, or it cannot be used; with file, key, what was got and what is expected.
     """
-    file, names = Path(source).expanduser(), shipped_studies()
+    file, names = expand_home("the study", Path(source)), shipped_studies()
     if source in names and not file.is_file():
         file = _SHIPPED / f"{source}.toml"
     elif not file.suffix and not file.exists():
@@ -333,11 +333,15 @@ def _trunk(table: Mapping[str, Any], common: Settings, given: Settings, where: s
 
 
 def _after_trunk(variant: Variant, trunk: Variant) -> Variant:
-    """Without the weights that its trunk begins with."""
-    key = "model.weights"
-    if key not in variant.settings or variant.settings[key] != trunk.settings.get(key):
-        return variant
-    return replace(variant, settings={name: one for name, one in variant.settings.items() if name != key})
+    """Without the weights that its trunk begins with, and the size of the vocabulary, which is the trunk's."""
+    gone = [
+        key
+        for key in ("model.weights", "data.vocab_size")
+        if key in variant.settings and variant.settings[key] == trunk.settings.get(key)
+    ]
+    return replace(
+        variant, settings={name: one for name, one in variant.settings.items() if name not in gone}
+    )
 
 
 def _halving(table: Mapping[str, Any], where: str) -> Halving | None:
@@ -349,7 +353,7 @@ def _halving(table: Mapping[str, Any], where: str) -> Halving | None:
             raise _unknown(f"halving.{key}", ["halving.factor", "halving.rounds"], where)
     found = {"factor": 2, "rounds": 1} | values
     for key, least, most in (("factor", 2, 100), ("rounds", 1, 20)):
-        if not _is_count(found[key]):
+        if not _is_count(found[key], 0):
             raise ConfigError(
                 f"halving.{key} in {where} has the wrong type",
                 got=shown(found[key]),
@@ -376,6 +380,12 @@ def _check_control(control: str, variants: Sequence[Variant], where: str) -> Non
 
 def _check_whole(study: Study, where: str) -> None:
     """What only the parts together can break."""
+    if study.power <= 1 - study.confidence:
+        raise ConfigError(
+            f"power in {where} is no more than chance",
+            got=f"power {study.power:g} beside confidence {study.confidence:g}",
+            expected=f"above {1 - study.confidence:g}: variants that do nothing are found so often",
+        )
     if len(study.variants) * len(study.seeds) > MOST_RUNS:
         raise ConfigError(
             f"{where} asks for too many runs",
@@ -404,7 +414,20 @@ def _check_trunk(study: Study, trunk: Variant, where: str) -> None:
             f"a variant in {where} is called {TRUNK}, as the run that all go on from",
             do="give it another name",
         )
+    if max(study.seeds) >= _SEEDS_OF_TRUNKS:
+        raise ConfigError(
+            f"seeds in {where} are too large beside a trunk",
+            got=f"{max(study.seeds):,}",
+            expected=f"below {_SEEDS_OF_TRUNKS:,}: a trunk's own seed is as much more",
+        )
     for variant in study.variants:
+        if "data.vocab_size" in variant.settings:
+            raise ConfigError(
+                f"{variant.name} in {where} has another vocabulary than its trunk",
+                got=f"data.vocab_size {variant.settings['data.vocab_size']}",
+                expected="the trunk's, whose tokenizer it reads",
+                do="move data.vocab_size to [settings]",
+            )
         if "model.weights" in variant.settings:
             raise ConfigError(
                 f"{variant.name} in {where} begins with other weights than the trunk's",

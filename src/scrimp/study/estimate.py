@@ -1,6 +1,7 @@
 """What a study takes before it is begun: seconds, memory, and how many runs go at once.
 
-Problem  A study may take hours, and is better refused before them. Its runs cost as differently as its variants.
+Problem  A study may take hours: what it takes should be known before it begins. Its runs cost as differently as its
+         variants.
 Method   Runs that differ only in what costs nothing (seed, learning rate, schedule) cost the same. Of each cost the
          first steps of one run are taken, alone, in a folder that is thrown away: seconds until the first step, seconds
          of a step, what the process had before it trained, and the peak that its plan predicts. Hours follow from the

@@ -40,7 +40,7 @@ class Job:
     settings: Mapping[str, Any]
     """All that the run is told, but for its folder."""
     steps: int
-    """It runs so far."""
+    """The step that it runs to."""
     stops_there: bool = False
     """It has more steps than that, which a later job goes on with."""
     folder: Path

@@ -3,9 +3,10 @@
 Problem  Whoever looks, adds the seeds that would probably tell, and looks again, tests twice: at 5 % each time, of
          variants that do nothing one in ten gets a verdict in the end.
 Method   A study's folder remembers each look at a comparison: the step and the seeds of its pairs when a verdict was
-         shown. The first look has the error that the file says, each later one with other pairs a fifth of the one
-         before, so that however often one looks all together err with at most 5/4 of it (the sum of the series). The
-         same pairs again are the same look. Seeds that a study has from the beginning cost nothing.
+         shown, the figure and the control. The first look has the error that the file says, each later one with other
+         pairs a fifth of the one before, so that however often one looks all together err with at most 5/4 of it (the
+         sum of the series). The same pairs again, in the same figure beside the same control, are the same look. Seeds
+         that a study has from the beginning cost nothing.
 Limits   A verdict may be taken back by a later look, whose interval is wider unless its pairs make it narrower.
          Verdicts that were reckoned by other means, or in a copy of the folder, are not counted. A third look has a
          twenty-fifth of the error, and takes many pairs: it is cheaper to begin with enough of them.
@@ -39,6 +40,15 @@ class Look:
 
     steps: int
     seeds: list[int]
+    figure: str = ""
+    """What was compared; of older files unknown."""
+    control: str = ""
+    """With which variant; the same."""
+
+    def is_of(self, other: Look) -> bool:
+        """Whether the same pairs were compared in the same figure, as far as this one says."""
+        pairs = (self.steps, self.seeds) == (other.steps, other.seeds)
+        return pairs and self.figure in ("", other.figure) and self.control in ("", other.control)
 
 
 Looks = Mapping[str, Sequence[Look]]
@@ -71,7 +81,7 @@ def record_looks(folder: Path, before: Looks, now: Mapping[str, Look]) -> None:
     """
     found = {name: list(looks) for name, looks in before.items()}
     for name, look in now.items():
-        if look not in found.setdefault(name, []):
+        if not any(one.is_of(look) for one in found.setdefault(name, [])):
             found[name].append(look)
     if found != before:
         text = {name: [asdict(one) for one in looks] for name, looks in found.items()}
@@ -80,7 +90,7 @@ def record_looks(folder: Path, before: Looks, now: Mapping[str, Look]) -> None:
 
 def number_of(look: Look, before: Sequence[Look]) -> int:
     """How many other looks there were before this one."""
-    return list(before).index(look) if look in before else len(before)
+    return next((at for at, one in enumerate(before) if one.is_of(look)), len(before))
 
 
 def confidence_of(confidence: float, number: int) -> float:

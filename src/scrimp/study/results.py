@@ -55,13 +55,8 @@ class Outcome:
     is_dropped: bool = False
     earlier_looks: int = 0
     """Looks at this comparison, with other pairs, before this one."""
-
-    @property
-    def look(self) -> Look | None:
-        """What showing the verdict is; None of fewer than two pairs, which have none."""
-        if self.comparison is None or len(self.comparison.differences) < 2:
-            return None
-        return Look(steps=self.steps, seeds=sorted(self.comparison.differences))
+    look: Look | None = None
+    """What showing the verdict is; None of fewer than two pairs, which have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +118,12 @@ def _outcome(
         for (variant, seed, at), row in rows.items()
         if variant == name and at >= steps and row.error is not None
     }
-    comparison, earlier = None, 0
+    comparison, earlier, look = None, 0, None
     if name != study.control:
         failures |= with_other_data(study, rows, name)
         found = differences(study, rows, name)
-        earlier = number_of(Look(steps=steps, seeds=sorted(found)), looks)
+        this = Look(steps=steps, seeds=sorted(found), figure=study.figure, control=study.control)
+        earlier, look = number_of(this, looks), this if len(found) > 1 else None
         comparison = compare(
             found,
             interval=study.interval,
@@ -149,6 +145,7 @@ def _outcome(
         verdict="the control" if comparison is None else verdict_text(study, comparison, relative),
         is_dropped=is_dropped,
         earlier_looks=earlier,
+        look=look,
     )
 
 

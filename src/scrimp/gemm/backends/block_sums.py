@@ -6,7 +6,7 @@ Method   With q the values of elements, s their scales, and B the groups of 128 
 
              y[m, n] = sum over B of  s_a[m, B] s_b[n, B]  sum over k in B of q_a[m, k] q_b[n, k]
 
-         The inner sum is a bf16 product; all of them together have the FLOPs of one. The outer sum is fp32. So does
+         The inner sum is a bf16 product; all of them together have the FLOPs of one. The outer sum is fp32, as in
          hardware (DeepSeek-V3, arXiv 2412.19437, section 3.3). Rows of the result are made in chunks, which bounds
          memory and keeps sums near the core while products are added to them.
 Limits   A CPU rounds each product to bf16, which errors of independent signs make no worse than one rounding.
