@@ -238,14 +238,19 @@ def fake_quantize(
     axis = axis % 2 - 2
     stack, tensor_scale = _prepare(x.detach()[None], operand, axis, reduce_amax)
     out = torch.empty(stack.shape[1:], dtype=carrier, device=x.device)
-    scales: list[Tensor] | None = [] if carrier == torch.bfloat16 and kind.name in INEXACT_IN_BF16 else None
+    inner: Tensor | None = None
+    if carrier == torch.bfloat16 and kind.name in INEXACT_IN_BF16 and out.numel():
+        groups = Groups.of(kind, axis, *stack.shape[1:])
+        sizes = zip(stack.shape[1:], (groups.rows, groups.columns), strict=True)
+        inner = torch.empty([-(-size // group) for size, group in sizes], device=x.device)
     outer = None if tensor_scale is None else tensor_scale.reshape(1, 1)
     has_row_scales = kind.rows == 1 and kind.columns is None and axis == -1
     if has_row_scales and out.numel():
         outer = torch.empty(len(out), 1, device=x.device)
     for piece in _rounded(stack[0], operand, axis, noise or Noise(), tensor_scale, reduce_amax):
-        if scales is not None:
-            scales.append(piece.scales.decode[:, 0, :, 0])
+        if inner is not None:
+            decode = piece.scales.decode
+            inner[piece.first_group : piece.first_group + len(decode)] = decode[:, 0, :, 0]
         elif kind.columns is not None:
             piece.grouped.mul_(piece.scales.decode)
         elif has_row_scales and outer is not None:
@@ -253,7 +258,7 @@ def fake_quantize(
         else:
             outer = piece.scales.decode[:, 0, :, 0]
         out[piece.rows] = piece.values[:, : out.shape[1]]
-    found = FakeQuantized(out, outer, torch.cat(scales) if scales else None)
+    found = FakeQuantized(out, outer, inner)
     if operand.hadamard and not keep_rotation:
         rotated = rotate(found.dequantize(), axis, inverse=True)
         return FakeQuantized(rotated[: x.shape[0], : x.shape[1]].to(carrier), None)
