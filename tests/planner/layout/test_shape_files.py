@@ -24,7 +24,6 @@ GOOD: dict[str, Any] = {
 EXPERTS = {"count": 16, "chosen": 2, "width": 256}
 TEXT = "".join(f"{key} = {value}\n" for key, value in GOOD.items())
 LATENT = {"kv_rank": 64, "nope_size": 64, "rope_size": 32, "value_size": 64}
-AS_LATENT = {"latent_attention": LATENT, "kv_heads": 8, "head_size": 96}
 
 
 @pytest.mark.parametrize(
@@ -66,8 +65,6 @@ def test_a_bad_shape_is_refused_by_its_key(tmp_path: Path, text: str, says: str)
         ({"experts": {**EXPERTS, "chosen": 17}}, "experts.chosen in .* is more than there are"),
         ({"window_every": 2}, "window_every in .* has no effect"),
         ({"experts": {**EXPERTS, "shared_width": 512}}, "experts.shared_width in .* has no effect"),
-        ({**AS_LATENT, "kv_heads": 2}, "kv_heads in .* has no effect"),
-        ({**AS_LATENT, "head_size": 64}, "head_size in .* has no effect"),
         ({"latent_attention": {**LATENT, "kv_rank": 0}}, "latent_attention.kv_rank in .* is out of range"),
     ],
 )

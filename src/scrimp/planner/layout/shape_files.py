@@ -77,18 +77,14 @@ def check_shape(shape: ModelShape, where: str = " of the model") -> None:
         raise ConfigError(
             f"kv_heads{where} does not divide its heads", got=f"{shape.heads:,} over {shape.kv_heads:,}"
         )
-    experts, latent = shape.experts, shape.latent_attention
+    experts = shape.experts
     idle = {
         "window_every": shape.window_every > 1 and not shape.window,
         "experts.shared_width": experts is not None and experts.shared_width > 0 and not experts.shared,
-        "kv_heads": latent is not None and shape.kv_heads != shape.heads,
-        "head_size": latent is not None and shape.head_size != latent.nope_size + latent.rope_size,
     }
     needs = {
         "window_every": "a window, whose tokens `window` says",
         "experts.shared_width": "shared experts, whose number `experts.shared` says",
-        "kv_heads": f"{shape.heads:,}, as many as heads: latent attention has no others",
-        "head_size": "nope_size + rope_size of latent_attention",
     }
     for key in (key for key, is_idle in idle.items() if is_idle):
         raise ConfigError(
