@@ -87,6 +87,12 @@ def test_the_plan_is_the_same_in_every_thread_and_beside_other_models() -> None:
         np.testing.assert_array_equal(choices, first)
 
 
+def test_nothing_is_written_to_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+    """Where `--json` has its document."""
+    assert solve_by_highs(large_program(1).standard_form(), gap=1e-3).status == "solved"
+    assert capfd.readouterr().out == ""
+
+
 def test_stopping_early_is_an_outcome_that_does_not_depend_on_the_clock() -> None:
     form = tangled_program(0).standard_form()
     first, again = (solve_by_highs(form, gap=0.0, nodes=1) for _ in range(2))

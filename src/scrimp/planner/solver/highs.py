@@ -150,7 +150,8 @@ def _relax(form: StandardForm) -> tuple[float, Floats] | None:
 def _solver() -> Any:
     import highspy  # not before it is needed: half a second
 
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    # What highspy 1.16 adds to its base class are callbacks, with a banner on standard output that no option stops.
+    solver: Any = highspy.Highs.__base__()  # type: ignore[misc]
     for name, value in _OPTIONS.items():
         solver.setOptionValue(name, value)
     return solver
