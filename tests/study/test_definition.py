@@ -49,6 +49,18 @@ def test_a_grid_is_all_combinations() -> None:
     assert study.settings_of(study.variants[0], 4)["run.seed"] == 4
 
 
+def test_variants_of_a_grid_whose_values_are_long_are_told_apart() -> None:
+    start = "fp8," + ",".join(f"blocks.{block}.*.fprop=bf16" for block in range(9))
+    study = read(
+        GRID.replace("[512]", f"[512]\nprecision = ['{start}', '{start},blocks.9.*.fprop=bf16']").replace(
+            'control = "', '# "'
+        )
+    )
+    names = [one.name for one in study.variants]
+    assert len(set(names)) == len(names) == 4
+    assert all(len(name) == 80 for name in names)
+
+
 def test_a_list_compares_with_its_first_variant() -> None:
     study = read(LIST)
     assert (study.control, study.seeds, study.figure) == ("bf16", (0, 1, 2), "training_loss")

@@ -125,6 +125,12 @@ def test_a_study_tells_its_hours_and_what_it_can_see() -> None:
     assert "as its file says" in lines[3]
 
 
+def test_runs_of_other_seeds_are_not_among_those_that_are_done() -> None:
+    rows = rows_for(study_of(seeds=5), {"a": [3.0, 3.0, 3.0, 3.0, 3.0]})
+    lines = announcement(study_of(), rows, PROBES, places=2, limited_by="2 cores", seconds=7200.0, threads=1)
+    assert lines[1] == "3 of them are done"
+
+
 def test_what_is_visible_follows_from_pairs_that_are_done() -> None:
     study = study_of(head="scatter = 0.1\nmatters = 0.01")
     rows = rows_for(study, {"a": [3.0, 3.0, 3.0], "b": [3.1, 3.3, 3.2], "c": [2.9, 3.0, 3.1]})

@@ -38,7 +38,7 @@ def announcement(
     each = {steps_of(one) for one in study.variants}
     steps = f"{min(each):,}" if len(each) == 1 else f"{min(each):,} to {max(each):,}"
     count, seeds = len(study.variants) * len(study.seeds), len(study.seeds)
-    done = results_of(study, rows).done
+    done = sum(len(one.values.keys() & set(study.seeds)) for one in results_of(study, rows).outcomes)
     lines = [
         f"{study.name}: {len(study.variants)} variants x {seeds} {'seed' if seeds == 1 else 'seeds'} = {count} runs "
         f"of {steps} steps, {FIGURES[study.figure]}, control {study.control}"

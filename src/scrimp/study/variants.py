@@ -9,6 +9,7 @@ Checked  tests/study/test_definition.py
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -22,7 +23,8 @@ from scrimp.config import settings_in
 from scrimp.config.write_toml import toml_value
 from scrimp.errors import ConfigError
 
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+,-]{0,79}")
+_LONGEST: Final = 80
+_NAME: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._=+,-]{{0,{_LONGEST - 1}}}")
 MOST_RUNS: Final = 10_000
 _THE_STUDYS: Final = ("run.dir", "run.seed")
 Settings = Mapping[str, Any]
@@ -182,9 +184,17 @@ def _of_grid(table: Mapping[str, Any], where: str) -> list[tuple[str, dict[str, 
     for values in itertools.product(*lists.values()):
         chosen = dict(zip(lists, values, strict=True))
         words = ",".join(f"{key.rpartition('.')[2]}={_word(value)}" for key, value in chosen.items())
-        name = re.sub(r"[^A-Za-z0-9._=+,-]", "_", words)[:80]
-        found.append((name, settings_of_part(_nested(chosen), where, "grid")))
+        found.append((_folder_name(words), settings_of_part(_nested(chosen), where, "grid")))
     return found
+
+
+def _folder_name(words: str) -> str:
+    """The words as a folder can be called: long ones, or with other letters, end in a hash that tells them apart."""
+    name = re.sub(r"[^A-Za-z0-9._=+,-]", "_", words)
+    if name == words and len(name) <= _LONGEST:
+        return name
+    digest = hashlib.sha256(words.encode()).hexdigest()[:8]
+    return f"{name[: _LONGEST - len(digest) - 1]}-{digest}"
 
 
 def _word(value: object) -> str:
