@@ -154,6 +154,7 @@ class QuantizedTensor:
         return values
 
     def scale_values(self) -> Tensor:
+        """The scales of groups as fp32 numbers, in their own shape."""
         if self.scales.dtype == torch.uint8:
             return scale_rules.e8m0_value(self.scales)
         return self.scales.to(torch.float32)

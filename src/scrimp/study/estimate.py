@@ -41,28 +41,17 @@ from scrimp.study.rows import digest_of
 from scrimp.study.variants import Variant
 
 PROBES: Final = "probes.json"
-_COSTS_NOTHING: Final = (
-    *(
-        "run.seed",
-        "run.rounding_seed",
-        "optimizer.lr",
-        "optimizer.weight_decay",
-        "optimizer.beta1",
-        "optimizer.beta2",
-        "optimizer.eps",
-    ),
-    *("optimizer.momentum", "schedule.name", "schedule.warmup_steps", "schedule.final_lr_ratio"),
-    *(
-        "snip.policy",
-        "objective.z_loss",
-        "train.steps",
-        "evaluation.every",
-        "evaluation.tokens",
-        "checkpoint.every",
-    ),
-    *("checkpoint.keep_last", "checkpoint.keep_every"),
-)
-"""Settings by which a step costs the same, or nearly so."""
+_COSTS_NOTHING: Final[Mapping[str, str]] = {
+    "checkpoint": "every keep_every keep_last",
+    "evaluation": "every tokens",
+    "objective": "z_loss",
+    "optimizer": "beta1 beta2 eps lr momentum weight_decay",
+    "run": "rounding_seed seed",
+    "schedule": "final_lr_ratio name warmup_steps",
+    "snip": "policy",
+    "train": "steps",
+}
+"""Settings whose values leave the cost of a step the same, or nearly so."""
 _STEPS: Final = 8
 _ENOUGH_S: Final = 20.0
 """After the first step; then three steps are enough."""
@@ -250,7 +239,8 @@ def _gpus() -> list[tuple[str, int]]:
 
 
 def _settings_that_cost(variant: Variant) -> dict[str, Any]:
-    return {key: value for key, value in variant.settings.items() if key not in _COSTS_NOTHING}
+    free = {f"{part}.{name}" for part, names in _COSTS_NOTHING.items() for name in names.split()}
+    return {key: value for key, value in variant.settings.items() if key not in free}
 
 
 def kept_probes(folder: Path) -> dict[str, Probe]:

@@ -70,8 +70,11 @@ class Results:
     seeds: tuple[int, ...]
     """The study's, and further ones that rows have."""
     done: int
+    """Runs that have the compared figure, of all seeds."""
     planned: int
+    """Variants times seeds."""
     is_finished: bool
+    """Every run of every round has its figures."""
     rows: tuple[Row, ...]
 
     @property
