@@ -128,11 +128,13 @@ class ModelShape:
     layers: int
     width: int
     heads: int
-    kv_heads: int
-    head_size: int
     ffn_width: int
     """F of ordinary MLPs."""
     vocab_size: int
+    kv_heads: int = 0
+    """0: as many as heads. Latent attention has as many in any case."""
+    head_size: int = 0
+    """0: width / heads. Latent attention has sizes of its own."""
     gated: bool = True
     tied: bool = False
     learned_positions: int = 0
@@ -150,6 +152,11 @@ class ModelShape:
     experts: RoutedExperts | None = None
     source: str = ""
     """Where the numbers are from."""
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads if self.kv_heads and self.latent_attention is None else self.heads
 
     @property
     def sizes(self) -> ModelSizes:
@@ -195,7 +202,8 @@ class ModelShape:
         window = self.window if self.window and number % self.window_every == 0 else None
         latent = self.latent_attention
         if latent is None:
-            return AttentionSpec(self.heads, self.kv_heads, self.head_size, _ROPE, window)
+            size = self.head_size or self.width // self.heads
+            return AttentionSpec(self.heads, self.key_heads, size, _ROPE, window)
         size = latent.nope_size + latent.rope_size
         return AttentionSpec(self.heads, self.heads, size, _ROPE, window, value_size=latent.value_size)
 

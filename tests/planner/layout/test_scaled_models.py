@@ -9,7 +9,7 @@ from published_settings import GPT_22B, LLAMA_8B, ROUTED
 
 from scrimp.config import PRESETS, preset
 from scrimp.models import spec_of
-from scrimp.models.shapes import sizes_of
+from scrimp.models.shapes import LatentAttention, sizes_of
 from scrimp.planner.layout.scaled_models import family_of
 
 
@@ -31,6 +31,15 @@ def test_every_preset_is_a_member_of_its_family_and_the_next_one_is_larger(name:
     assert own == sizes_of(spec_of(preset(name)))
     assert above.parameters > own.parameters
     assert above.blocks[-1].attention.head_size == own.blocks[-1].attention.head_size
+
+
+@pytest.mark.parametrize("kv_heads", [0, 1, 7, 16])
+def test_key_heads_of_latent_attention_are_its_heads(kv_heads: int) -> None:
+    latent = LatentAttention(kv_rank=512, nope_size=128, rope_size=64, value_size=128)
+    shape = dataclasses.replace(LLAMA_8B, heads=16, kv_heads=kv_heads, latent_attention=latent)
+    family = family_of(shape)
+    assert family.member(family.given).model == shape.sizes
+    assert family.given == 2
 
 
 def test_what_grows_and_what_stays() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from scrimp.errors import ConfigError
-from scrimp.models.shapes import ModelShape
+from scrimp.models.shapes import LatentAttention, ModelShape
 from scrimp.planner.layout.lines import Line, setting_of
-from scrimp.planner.layout.shape_files import read_shape
+from scrimp.planner.layout.shape_files import check_shape, read_shape
 
 GOOD: dict[str, Any] = {
     "layers": 4,
@@ -51,6 +51,7 @@ def test_a_bad_shape_is_refused_by_its_key(tmp_path: Path, text: str, says: str)
         ({"layers": 10**9}, "layers in .* is out of range"),
         ({"head_size": -64}, "head_size in .* is out of range"),
         ({"kv_heads": 3}, "kv_heads in .* does not divide its heads"),
+        ({"heads": 10, "head_size": 0}, "heads in .* does not divide its width"),
         ({"ffn_width": 0}, "ffn_width in .* is 0"),
         ({"window": 128, "window_every": 0}, "window_every in .* is out of range"),
         (
@@ -78,6 +79,17 @@ def test_numbers_that_no_model_has_are_refused(tmp_path: Path, change: dict[str,
     file.write_text("\n".join(lines), encoding="utf-8")
     with pytest.raises(ConfigError, match=says):
         read_shape(file)
+
+
+def test_key_heads_and_their_size_have_defaults() -> None:
+    plain = {name: value for name, value in GOOD.items() if name not in ("kv_heads", "head_size")}
+    attention = ModelShape(**plain).sizes.blocks[0].attention
+    assert (attention.num_kv_heads, attention.head_size) == (8, 64)
+    latent = plain | {"latent_attention": LatentAttention(**LATENT)}
+    for others in ({}, {"kv_heads": 7}, {"head_size": 999}):
+        shape = ModelShape(**latent, **others)
+        check_shape(shape)
+        assert shape.sizes == ModelShape(**latent).sizes
 
 
 def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class ModelFamily:
 def family_of(base: ModelShape | Architecture) -> ModelFamily:
     """The family of a model."""
     if isinstance(base, ModelShape):
-        heads, key_heads = base.heads, base.kv_heads
+        heads, key_heads = base.heads, base.key_heads
     else:
         heads, key_heads = base.num_heads, base.num_kv_heads
     step = key_heads if key_heads < heads else math.gcd(heads, 8)
@@ -71,7 +71,7 @@ def _shape(base: ModelShape, heads: int, of: int) -> Member:
         layers=_layers(base.layers, heads, of),
         width=base.width * heads // of,
         heads=heads,
-        kv_heads=base.kv_heads if base.kv_heads < of else heads,
+        kv_heads=base.key_heads if base.key_heads < of else heads,
         ffn_width=_wide(base.ffn_width, heads, of),
         experts=experts,
     )

@@ -24,9 +24,10 @@ _BYTES: Final = 2**16
 _SIZE, _COUNT = Range(1, 10**7), Range(1, 10**4)
 _ANY_SIZE, _ANY_COUNT = Range(0, 10**7), Range(0, 10**4)
 _RANGES: Final[Mapping[str, Range]] = {
-    **dict.fromkeys(("layers", "heads", "kv_heads", "window_every"), _COUNT),
-    **dict.fromkeys(("width", "head_size"), _SIZE),
-    **dict.fromkeys(("ffn_width", "learned_positions", "window"), _ANY_SIZE),
+    **dict.fromkeys(("layers", "heads", "window_every"), _COUNT),
+    "kv_heads": _ANY_COUNT,
+    "width": _SIZE,
+    **dict.fromkeys(("head_size", "ffn_width", "learned_positions", "window"), _ANY_SIZE),
     "vocab_size": Range(1, 10**8),
     "next_token_modules": Range(0, 16),
     **dict.fromkeys(("experts.count", "experts.chosen"), _COUNT),
@@ -37,6 +38,11 @@ _RANGES: Final[Mapping[str, Range]] = {
     **dict.fromkeys((f"latent_attention.{name}" for name in ("q_rank", "rope_size")), _ANY_SIZE),
 }
 """Possible numbers by dotted key."""
+_IDLE: Final = (
+    ("window_every", 1, "window", "a window, whose tokens `window` says"),
+    ("experts.shared_width", 0, "experts.shared", "shared experts, whose number `experts.shared` says"),
+)
+"""Keys, with what they are by default, that say nothing where another one is 0."""
 
 
 def read_shape(file: Path) -> ModelShape:
@@ -73,23 +79,32 @@ def check_shape(shape: ModelShape, where: str = " of the model") -> None:
     for key, allowed in _RANGES.items():
         if key in values:
             check_range(f"{key}{where}", values[key], allowed)
-    if shape.heads % shape.kv_heads and shape.latent_attention is None:
+    _check_heads(shape, where)
+    _check_experts(shape, where)
+    for key, usual, other, needed in _IDLE:
+        if values.get(key, usual) != usual and not values.get(other, 0):
+            raise ConfigError(
+                f"{key}{where} has no effect", got=f"{values[key]:,}", expected=f"{needed}; or leave it out"
+            )
+
+
+def _check_heads(shape: ModelShape, where: str) -> None:
+    if shape.latent_attention is not None:
+        return
+    if shape.heads % shape.key_heads:
         raise ConfigError(
             f"kv_heads{where} does not divide its heads", got=f"{shape.heads:,} over {shape.kv_heads:,}"
         )
-    experts = shape.experts
-    idle = {
-        "window_every": shape.window_every > 1 and not shape.window,
-        "experts.shared_width": experts is not None and experts.shared_width > 0 and not experts.shared,
-    }
-    needs = {
-        "window_every": "a window, whose tokens `window` says",
-        "experts.shared_width": "shared experts, whose number `experts.shared` says",
-    }
-    for key in (key for key, is_idle in idle.items() if is_idle):
+    if not shape.head_size and shape.width % shape.heads:
         raise ConfigError(
-            f"{key}{where} has no effect", got=f"{values[key]:,}", expected=f"{needs[key]}; or leave it out"
+            f"heads{where} does not divide its width",
+            got=f"{shape.width:,} over {shape.heads:,}",
+            do="give head_size",
         )
+
+
+def _check_experts(shape: ModelShape, where: str) -> None:
+    experts = shape.experts
     if experts is not None and experts.chosen > experts.count:
         raise ConfigError(
             f"experts.chosen{where} is more than there are",
