@@ -75,6 +75,16 @@ def test_a_search_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> 
     assert only.setting.micro_batch == 4
 
 
+def test_formats_of_other_programs_are_searched() -> None:
+    asked = {name: LINE[name] for name in ("model", "hardware", "sequence", "global_batch")}
+    half = scrimp.search(**asked, precision="fp16", software="megatron", keep=1).plans[0]
+    assert half.setting.precision == "fp16"
+    usual, auto = (scrimp.search(**asked, precision=one, keep=1).plans[0] for one in ("bf16", "auto"))
+    assert auto == usual
+    own = {"optimizer.moments": "fp32", "optimizer.master_weights": True}
+    assert scrimp.search(**asked, software="megatron", settings=own, keep=1).plans
+
+
 def test_numbers_and_paths_of_other_libraries_are_taken(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text('[[nodes]]\nnode = "dgx-h100"\ndevices = 4\n', encoding="utf-8")
@@ -126,6 +136,13 @@ def test_an_objective_chooses_the_question() -> None:
         ({"layout": {"schedule": "zbv", "pp": 1}}, "a pipeline: layout.pp above 1", ConfigError),
         ({"layout": {"schedule": "zbv", "virtual": 3}}, "2 stages on each rank", ConfigError),
         ({"micro_batch": 0}, "micro_batch is out of range", ConfigError),
+        ({"precision": None}, "precision is no str", ConfigError),
+        ({"precision": "fp17"}, "did you mean fp16|unknown recipe", ConfigError),
+        ({"settings": [("memory.optimizer", "host")]}, "settings is no Mapping", ConfigError),
+        ({"settings": {1: 2}}, "1 is not a setting of a search", ConfigError),
+        ({"settings": {"optimizer.name": "muon"}}, "plan on the machine itself", ConfigError),
+        ({"settings": {"snip.formats": "mxfp8,nvfp4"}}, "for a search that chooses formats", ConfigError),
+        ({"statistics": 3, "precision": "snip"}, "statistics are no profile", ConfigError),
         ({"layout": {"tp": 2, "sequence_parallel": False}}, "share the tokens", ConfigError),
     ],
 )

@@ -172,7 +172,7 @@ def search(
 
     Args:
         micro_batch, layout: what is kept as it is; all else is searched.
-        precision: one recipe of all blocks' products; snip: the search chooses from `snip.formats`.
+        precision: one recipe of all blocks' products (auto: bf16); snip: the search chooses from `snip.formats`.
         settings: of a run, by dotted key: snip.formats, budget.*, memory.*, train.parameters, optimizer.moments,
             optimizer.master_weights.
         statistics: what `scrimp.measure` found, or its file; beside precision snip.
@@ -185,7 +185,8 @@ def search(
         PlanError: an objective has no answer.
     """
     given = {name: value for name, value in locals().items() if name in _SEARCHED}
-    given["precision"] = "bf16" if precision == PLANNED else precision
+    config = _config(precision, settings)
+    given["precision"] = precision if precision in PRECISIONS else "bf16"
     line = _line(given | {"micro_batch": 1 if micro_batch is None else micro_batch})
     check_line(line, has_pp="pp" in (layout or {}))
     check_range("keep", keep, Range(1, 10**6))
@@ -193,7 +194,7 @@ def search(
     if micro_batch is not None:
         wanted["micro_batch"] = line.micro_batch
     question = question_asked(
-        _config(precision, settings or {}),
+        config,
         model=sizes_of_line(line),
         cluster=load_hardware(line.hardware),
         sequence=line.sequence,
@@ -207,7 +208,6 @@ def search(
     return LayoutSearch(plans, answer.found.tried, answer.found.too_large, answer, goal)
 
 
-PLANNED = "snip"
 _SEARCHED = ("model", "hardware", "sequence", "global_batch", "layout", "precision", "software")
 
 
@@ -223,12 +223,15 @@ def _wanted(line: Line, layout: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if (name, value) != ("schedule", "auto")}
 
 
-def _config(precision: str, settings: Mapping[str, Any]) -> Config:
+def _config(precision: str, settings: Mapping[str, Any] | None) -> Config:
     """A configuration with these settings, checked."""
+    for name, given, kind in (("precision", precision, str), ("settings", settings or {}, Mapping)):
+        if not isinstance(given, kind):
+            raise ConfigError(f"{name} is no {kind.__name__}", got=repr(given)[:80])
     table: dict[str, Any] = {}
-    for key, value in settings.items():
+    for key, value in (settings or {}).items():
         if key not in READ:
-            near = nearest_word(key, READ)
+            near = nearest_word(str(key), READ)
             raise ConfigError(
                 f"{key} is not a setting of a search",
                 expected=f"one of {', '.join(READ)}",
@@ -237,7 +240,6 @@ def _config(precision: str, settings: Mapping[str, Any]) -> Config:
         section, _, name = key.partition(".")
         table.setdefault(section, {})[name] = value
     config = replace_values(Config(), settings_in(table, "settings"))
-    # fp16 is other programs': no run of Scrimp's has it.
     check_values(dataclasses.replace(config, precision="bf16" if precision in PRECISIONS else precision))
     return dataclasses.replace(config, precision=precision)
 
@@ -245,6 +247,12 @@ def _config(precision: str, settings: Mapping[str, Any]) -> Config:
 def _profile(statistics: str | os.PathLike[str] | PrecisionProfile | None) -> PrecisionProfile | None:
     if statistics is None or isinstance(statistics, PrecisionProfile):
         return statistics
+    if not isinstance(statistics, str | os.PathLike):
+        raise ConfigError(
+            "statistics are no profile",
+            got=repr(statistics)[:80],
+            expected="what scrimp.measure gave, or its file",
+        )
     return PrecisionProfile.read(Path(statistics))
 
 

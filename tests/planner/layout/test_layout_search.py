@@ -17,6 +17,7 @@ from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.block_choices import Blocks, leanest
 from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.given_memory import GivenMemory
+from scrimp.planner.layout.held_states import visiting_bytes
 from scrimp.planner.layout.predict import least_of_any_batch, predict
 from scrimp.planner.layout.questions import Question, layouts, micro_batches, setting_of
 from scrimp.planner.layout.search import Candidate, _with_room, fits, search
@@ -251,6 +252,22 @@ def test_no_micro_batch_takes_less_than_its_layout_promises(
 
 def unlimited(one: Setting) -> Setting:
     return dataclasses.replace(one, blocks=(BlockPlan(gathered=True),) * len(one.model.blocks))
+
+
+ONE_WIDE = dataclasses.replace(LLAMA_8B, layers=1, width=8192, heads=64, ffn_width=28672, vocab_size=1000)
+
+
+def test_states_of_the_only_block_visit_the_device_once() -> None:
+    asked = question(with_memory(setting(ONE_WIDE, "h100", sequence=512, global_batch=32), 20_000_000_000))
+    (layout,) = layouts(asked)
+    sizes = list(micro_batches(asked, layout))
+    assert 16 in _with_room(asked, None, layout, sizes)
+    assert search(asked).best[0].setting.micro_batch == 16
+    away = dataclasses.replace(
+        setting_of(asked, layout, 1), offload=asked.on_host(layout)[-1], blocks=(BlockPlan(),)
+    )
+    block = ONE_WIDE.sizes.parameters - 2 * 1000 * 8192
+    assert visiting_bytes(away, {(0, BlockPlan()): 1}) == pytest.approx(12 * block, rel=1e-3)
 
 
 def test_what_has_no_room_has_none_with_more_sequences() -> None:

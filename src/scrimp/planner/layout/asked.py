@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from scrimp.config import Config, parse_bytes, snip
+from scrimp.config import Config, SnipConfig, parse_bytes, snip
 from scrimp.errors import ConfigError
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster
@@ -86,7 +86,7 @@ def _precision(config: Config) -> str:
         raise ConfigError(
             "a search takes one format for all blocks, or chooses",
             got=f"precision {config.precision}",
-            expected=f"one of {', '.join(PRECISIONS)}, snip",
+            expected=f"one of auto, {', '.join(PRECISIONS)}, snip",
         )
     return precision
 
@@ -94,7 +94,14 @@ def _precision(config: Config) -> str:
 def _formats(config: Config, statistics: PrecisionProfile | None) -> FormatBudget | None:
     """What formats the search chooses from; None: one is given."""
     divergence = config.budget.divergence
-    if not config.is_planned:
+    # fp16 is other programs': no run of Scrimp's has it.
+    if config.precision in PRECISIONS or not config.is_planned:
+        if config.snip.formats != SnipConfig().formats:
+            raise ConfigError(
+                "snip.formats are for a search that chooses formats",
+                got=f"precision {config.precision}",
+                do="give --precision snip",
+            )
         if statistics is not None or divergence is not None:
             raise ConfigError(
                 "statistics and a budget of harm are for a search that chooses formats",

@@ -112,12 +112,15 @@ def state_bytes(setting: Setting, rank: int) -> float:
 
 
 def visiting_bytes(setting: Setting, own: Kinds) -> float:
-    """States that are on the device while two blocks of theirs are updated."""
+    """States that are on the device while two blocks of theirs are updated, or the only one."""
     if not setting.software.states_by_block:
         return 0.0
-    blocks = (numbers_of_block(setting, setting.model.blocks[number]) for number, _ in own)
-    largest = max(one.over(setting.state_shards) for one in blocks)
-    return 2 * leaving_state_bytes(setting) * largest
+    sizes = {
+        kind: numbers_of_block(setting, setting.model.blocks[kind[0]]).over(setting.state_shards)
+        for kind in own
+    }
+    blocks = sum(count * sizes[kind] for kind, count in own.items())
+    return leaving_state_bytes(setting) * min(2 * max(sizes.values()), blocks)
 
 
 def leaving_state_bytes(setting: Setting) -> float:

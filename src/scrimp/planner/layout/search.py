@@ -353,10 +353,10 @@ def _with_room(
     several = [size for size in sizes if size < whole]
 
     def lacks(size: int) -> bool:
-        setting = dataclasses.replace(
-            setting_of(question, layout, size), offload=question.on_host(layout)[-1]
-        )
-        return not may_have_room(setting, quality)
+        setting = setting_of(question, layout, size)
+        # Of one large block among small ones two visit the device, which may be more than all that left it.
+        levels = (dataclasses.replace(setting, offload=one) for one in reversed(question.on_host(layout)))
+        return not any(may_have_room(level, quality) for level in levels)
 
     if several and lacks(several[-1]):
         several = several[: max(1, bisect.bisect_left(several, True, key=lacks))]

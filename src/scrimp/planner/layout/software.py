@@ -275,7 +275,8 @@ def in_states(found: Software, states: StateFormats) -> Software:
     Raises:
         ConfigError: a program whose file alone says what it keeps.
     """
-    if states == found.states:
+    has_them = (found.state_bytes, found.master_bytes) == (states.state_bytes, states.master_bytes)
+    if has_them or states == found.states:
         return found
     if found.name not in OWN:
         raise ConfigError(
@@ -289,7 +290,7 @@ def in_states(found: Software, states: StateFormats) -> Software:
     return replace(
         found,
         states=states,
-        state_bytes=states.moment_bytes + states.master_bytes,
+        state_bytes=states.state_bytes,
         master_bytes=states.master_bytes,
         held_gradient_bytes=states.gradient_bytes,
         gradient_sum_bytes=sums or states.sum_bytes,

@@ -75,6 +75,11 @@ class StateFormats:
         return 4.0 * self.masters
 
     @property
+    def state_bytes(self) -> float:
+        """Bytes of master and moments of a parameter."""
+        return self.moment_bytes + self.master_bytes
+
+    @property
     def gradient_bytes(self) -> float:
         """Bytes of a gradient as micro-batches add it up."""
         return 4.0 if self.masters else 2.0
@@ -116,7 +121,7 @@ def states_of(train: TrainConfig, optimizer: OptimizerConfig) -> StateFormats:
             raise ConfigError(
                 f"a search on other hardware does not know {key} {value}",
                 expected=f"{key} {' or '.join(known)}",
-                do="leave it out, or leave --hardware out to plan for this machine",
+                do="leave it out, or plan on the machine itself",
             )
     masters = True if optimizer.master_weights is None else optimizer.master_weights
     return StateFormats(moments=optimizer.moments, masters=masters)
