@@ -15,7 +15,7 @@ import scrimp.planner.hardware.schema as schema
 from scrimp.config import Config, preset, replace_values, resolve
 from scrimp.config.activations import assign_activations
 from scrimp.config.gathered import gathered_blocks
-from scrimp.errors import ConfigError, PlanError
+from scrimp.errors import ConfigError, PlanError, ScrimpError
 from scrimp.models import spec_of
 from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.lines import LayoutLine, Line, line_text
@@ -74,7 +74,7 @@ def test_the_settings_of_a_plan_say_the_same_block_by_block() -> None:
         ({"offload": Offload(optimizer=True)}, "offload.optimizer without offload.master"),
         (
             {"layout": LayoutLine(pp=2), "offload": Offload(optimizer=True, master=True), "blocks": ()},
-            "what lives on the host beside a pipeline",
+            "ranks of a pipeline keep all on their devices",
         ),
         (
             {"model": "llama-60m", "layout": LayoutLine(tp=2, sequence_parallel=False), "blocks": ()},
@@ -83,7 +83,7 @@ def test_the_settings_of_a_plan_say_the_same_block_by_block() -> None:
     ],
 )
 def test_what_has_no_setting_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(PlanError, match=named):
+    with pytest.raises(ScrimpError, match=named):
         with_plan(Config(), dataclasses.replace(LINE, **changes), frozenset(), FILE)
 
 

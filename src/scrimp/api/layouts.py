@@ -32,15 +32,16 @@ from scrimp.models.shapes import ModelShape
 from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.as_json import answer_json
 from scrimp.planner.layout.asked import READ, question_asked
+from scrimp.planner.layout.block_choices import has_room_as_planned
 from scrimp.planner.layout.divisibility import objections
 from scrimp.planner.layout.execution import Execution
 from scrimp.planner.layout.lines import PRECISIONS, Line, check_line, read_model, setting_of, sizes_of_line
 from scrimp.planner.layout.objectives import OBJECTIVES, Answer, Goal, Objective, Searching, answered
+from scrimp.planner.layout.predict import Prediction
 from scrimp.planner.layout.predict import predict as predict_setting
 from scrimp.planner.layout.scaled_models import family_of
-from scrimp.planner.layout.search import Candidate
 from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
-from scrimp.planner.layout.stage_memory import peak_bytes
+from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 from scrimp.planner.layout.state_formats import StateFormats
 from scrimp.planner.layout.today import seconds_today
 from scrimp.planner.precision.profile import PrecisionProfile
@@ -60,18 +61,14 @@ class PredictedStep:
     """By cause: compute, communication_exposed, bubble, optimizer, other."""
     peak_bytes: tuple[Mapping[str, float], ...]
     """Peak bytes of each rank of the pipeline, by category."""
+    fits: bool
+    """Whether devices hold these, and hosts what is sent to them."""
 
     @property
     def step_seconds_today(self) -> float:
         """Seconds as Scrimp runs today: quantization and updates operator by operator where no fused kernel is written
         yet."""
         return seconds_today(self.setting, self.step_seconds) or self.step_seconds
-
-    @property
-    def fits(self) -> bool:
-        """Whether every rank's bytes fit into its device."""
-        rooms = [self.setting.at(rank).memory_bytes for rank in range(len(self.peak_bytes))]
-        return all(sum(one.values()) <= room for one, room in zip(self.peak_bytes, rooms, strict=True))
 
 
 @dataclass(frozen=True)
@@ -138,14 +135,7 @@ def predict(
         PlanError: the parts do not fit one another.
     """
     setting = setting_of(_line(locals()))
-    found = predict_setting(setting)
-    return PredictedStep(
-        setting,
-        found.step_seconds,
-        found.tokens_per_second_per_device,
-        found.seconds,
-        tuple(one.categories for one in peak_bytes(setting)),
-    )
+    return _step(setting, predict_setting(setting), peak_bytes(setting))
 
 
 def search(
@@ -204,7 +194,7 @@ def search(
         statistics=_profile(statistics),
     )
     answer = answered(question, goal, Searching(keep=keep), lambda: family_of(read_model(line.model)))
-    plans = tuple(_step(one) for one in answer.found.best)
+    plans = tuple(_step(one.setting, one.prediction, one.memory) for one in answer.found.best)
     return LayoutSearch(plans, answer.found.tried, answer.found.too_large, answer, goal)
 
 
@@ -256,14 +246,14 @@ def _profile(statistics: str | os.PathLike[str] | PrecisionProfile | None) -> Pr
     return PrecisionProfile.read(Path(statistics))
 
 
-def _step(one: Candidate) -> PredictedStep:
-    prediction = one.prediction
+def _step(setting: Setting, prediction: Prediction, memory: Sequence[RankBytes]) -> PredictedStep:
     return PredictedStep(
-        one.setting,
+        setting,
         prediction.step_seconds,
         prediction.tokens_per_second_per_device,
         prediction.seconds,
-        tuple(rank.categories for rank in one.memory),
+        tuple(one.categories for one in memory),
+        has_room_as_planned(setting, memory),
     )
 
 

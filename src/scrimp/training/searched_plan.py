@@ -32,7 +32,7 @@ from scrimp.models.shapes import ModelShape
 from scrimp.planner.hardware import Cluster
 from scrimp.planner.layout.execution import Execution
 from scrimp.planner.layout.lines import Line, setting_of
-from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
+from scrimp.planner.layout.setting import BlockPlan, Setting
 from scrimp.planner.layout.stages import block_plans
 from scrimp.profiler import Device
 from scrimp.profiler.this_device import MEMORY_TOLERANCE, is_same_name, memory_bytes
@@ -164,9 +164,6 @@ def _not_carried_out(line: Line, setting: Setting) -> Iterator[str]:
 
 def _not_on_the_host(setting: Setting) -> Iterator[str]:
     offload = setting.offload
-    leaves = offload != Offload() or any(one.offload for one in block_plans(setting))
-    if setting.layout.pp > 1 and leaves:
-        yield "what lives on the host beside a pipeline"
     if offload.residuals:
         yield "offload.residuals without activations"
     if offload.optimizer != offload.master and setting.software.states.masters:

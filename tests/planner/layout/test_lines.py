@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from whole_settings import with_memory
 
 from scrimp.cli import main
 from scrimp.errors import ConfigError
 from scrimp.json_files import decode_json
-from scrimp.planner.layout.lines import Line, answer_line, line_of, line_text, setting_of
+from scrimp.planner.layout.lines import Line, answer, answer_line, line_of, line_text, setting_of
 from scrimp.planner.layout.shape_files import read_shape
 
 PAGE = (Path(__file__).parents[3] / "docs" / "planner.md").read_text(encoding="utf-8")
@@ -74,6 +75,17 @@ def test_a_shape_is_a_file_or_stands_in_the_line(tmp_path: Path) -> None:
     assert in_file["step_seconds"] == in_line["step_seconds"] > 0
 
 
+def test_a_setting_fits_where_devices_and_hosts_hold_it() -> None:
+    """As a search has it: states that leave need host memory."""
+    offload = {"optimizer": True, "master": True, "gradients": True, "weights": True}
+    text = json.dumps(
+        GOOD | {"hardware": "rtx5090", "sequence": 512, "layout": {}, "offload": offload, "micro_batch": 1}
+    )
+    like = setting_of(decode_json(text, Line, origin="a line", error=ConfigError, do=""))
+    sizes = ((32e9, 1e12), (32e9, 16e9), (8e9, 1e12))
+    assert [answer(with_memory(like, *each))["fits"] for each in sizes] == [True, False, False]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -129,6 +141,11 @@ def test_a_shape_is_a_file_or_stands_in_the_line(tmp_path: Path) -> None:
             {"offload": {"activation_layers": 33}},
             "offload.activation_layers is more blocks than the model has",
         ),
+        (
+            {"layout": {"pp": 2, "fsdp": 4, "zero": 1}, "offload": {"optimizer": True}},
+            "ranks of a pipeline keep all on their devices",
+        ),
+        ({"states": {"masters": False}, "offload": {"master": True}}, "there are no masters"),
         ({"recompute": 33}, "recompute is more blocks than the model has"),
         ({"blocks": [{"formats": [["mlp.dwn.wgrad", "fp8"]]}] * 32}, "did you mean mlp.down.wgrad"),
     ],

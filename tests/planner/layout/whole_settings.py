@@ -49,8 +49,9 @@ def most_bytes(one: Setting) -> float:
 
 
 def fits(one: Setting) -> bool:
-    """Whether its devices and hosts hold it."""
-    return has_room_as_planned(one, peak_bytes(one))
+    """Whether its devices and hosts hold it, where it is carried out: pipelines keep all on their devices."""
+    stays = one.layout.pp == 1 or not any(plan.offload for plan in one.blocks)
+    return stays and has_room_as_planned(one, peak_bytes(one))
 
 
 def harm(one: Setting, wanted: Quality) -> float:

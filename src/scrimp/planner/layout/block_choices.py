@@ -46,6 +46,7 @@ from scrimp.planner.layout.setting import FULL, NONE, BlockPlan, Setting
 from scrimp.planner.layout.shared_harm import spread
 from scrimp.planner.layout.stage_memory import Outside, RankBytes, outside_blocks, peak_bytes
 from scrimp.planner.layout.stages import (
+    block_plans,
     blocks_of_ranks,
     blocks_of_stages,
     last_rank,
@@ -116,22 +117,22 @@ def may_have_room(setting: Setting, quality: Quality | None) -> bool:
 
 
 def has_room_as_planned(setting: Setting, memory: Sequence[RankBytes]) -> bool:
-    """The same with its blocks as they are planned.
+    """Whether its devices and hosts hold it with its blocks as they are planned.
 
     Args:
         memory: its peaks, by rank.
     """
-    blocks = setting.model.blocks
+    blocks, plans = setting.model.blocks, block_plans(setting)
     leaving = max(
         passes_in_flight(setting, rank)
         * sum(
-            kept_bytes(blocks[block], setting.in_formats(setting.blocks[block].formats))
+            kept_bytes(blocks[block], setting.in_formats(plans[block].formats))
             for block in own
-            if setting.blocks[block].offload
+            if plans[block].offload
         )
         for rank, own in enumerate(blocks_of_ranks(setting))
     )
-    return max(_over(setting, [one.total for one in memory])) <= 0 and _host_room(setting) >= leaving
+    return max(_over(setting, [one.total for one in memory])) <= 0 and _host_left(setting) >= leaving
 
 
 class Blocks:
@@ -372,11 +373,15 @@ def _over(setting: Setting, sizes: Sequence[float]) -> list[float]:
 
 
 def _host_room(setting: Setting) -> float:
-    """What host memory has left for the activations of a device, of the host that has least; Scrimp sends them there
-    without pipelines alone."""
-    room = min(group.node.host_memory_bytes / group.used for group in setting.cluster.groups)
-    left = HOST_SHARE * room - host_bytes(setting)
+    """What a search may have of it for activations: Scrimp sends them there without pipelines alone."""
+    left = _host_left(setting)
     return left if setting.layout.pp == 1 else min(0.0, left)
+
+
+def _host_left(setting: Setting) -> float:
+    """What states leave of host memory for the activations of a device, on the host that has least."""
+    room = min(group.node.host_memory_bytes / group.used for group in setting.cluster.groups)
+    return HOST_SHARE * room - host_bytes(setting)
 
 
 def _ends(setting: Setting) -> list[float]:

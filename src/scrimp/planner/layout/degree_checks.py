@@ -19,7 +19,7 @@ from scrimp.config.schema import ContextMethod
 from scrimp.errors import ConfigError
 from scrimp.models.shapes import ModelSizes
 from scrimp.models.spec import AttentionSpec
-from scrimp.planner.layout.setting import Setting
+from scrimp.planner.layout.setting import Offload, Setting
 from scrimp.planner.layout.software import OWN, Software
 
 
@@ -35,7 +35,27 @@ def check_degrees(setting: Setting) -> None:
     _check_states(setting.layout)
     _check_rows(setting)
     _check_stages(setting)
+    _check_host(setting)
     check_positions(setting.model, setting.sequence, setting.software)
+
+
+def _check_host(setting: Setting) -> None:
+    """Refuse what Scrimp does not have in host memory; what other programs do is theirs to know."""
+    if setting.software.name not in OWN:
+        return
+    offload = setting.offload
+    if setting.layout.pp > 1 and (offload != Offload() or any(plan.offload for plan in setting.blocks)):
+        raise ConfigError(
+            "ranks of a pipeline keep all on their devices",
+            got=f"layout.pp {setting.layout.pp} beside offload",
+            do="leave offload out, or train without a pipeline",
+        )
+    if offload.master and not setting.software.master_bytes:
+        raise ConfigError(
+            "there are no masters that could live on the host",
+            got="offload.master beside states.masters false",
+            do="leave offload.master out",
+        )
 
 
 def check_positions(model: ModelSizes, sequence: int, software: Software) -> None:

@@ -25,6 +25,7 @@ from scrimp.models import spec_of
 from scrimp.models.shapes import ModelShape, ModelSizes, sizes_of
 from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.block_activations import NAMED
+from scrimp.planner.layout.block_choices import has_room_as_planned
 from scrimp.planner.layout.degree_checks import check_degrees
 from scrimp.planner.layout.execution import Execution, check_execution
 from scrimp.planner.layout.pass_orders import SCHEDULES
@@ -123,7 +124,7 @@ def as_answer(setting: Setting, prediction: Prediction, memory: Sequence[RankByt
         "step_seconds": prediction.step_seconds,
         **({} if today is None else {"step_seconds_today": today}),
         "tokens_per_second_per_device": prediction.tokens_per_second_per_device,
-        "fits": fits_devices(setting, memory),
+        "fits": has_room_as_planned(setting, memory),
         "seconds": prediction.seconds,
         "stages": [
             {
@@ -133,11 +134,6 @@ def as_answer(setting: Setting, prediction: Prediction, memory: Sequence[RankByt
             for one in memory
         ],
     }
-
-
-def fits_devices(setting: Setting, memory: Sequence[RankBytes]) -> bool:
-    """Whether the peak of each rank of the pipeline fits into its device."""
-    return all(one.total <= setting.at(rank).memory_bytes for rank, one in enumerate(memory))
 
 
 def line_of(setting: Setting, model: str | ModelShape, hardware: str) -> Line:

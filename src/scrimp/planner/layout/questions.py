@@ -73,8 +73,12 @@ class Question:
         given, is_whole = self.memory.offload, layout.pp == 1
         if not is_whole and (given not in (None, Offload()) or self.memory.sends_activations):
             return ()
-        known = OWN_ON_HOST if self.software.name in OWN else ON_HOST
-        return known[: None if is_whole else 1] if given is None else (given,)
+        is_own = self.software.name in OWN
+        known = OWN_ON_HOST if is_own else ON_HOST
+        levels = known[: None if is_whole else 1] if given is None else (given,)
+        if is_own and not self.software.master_bytes:
+            levels = tuple(dataclasses.replace(one, master=False) for one in levels)
+        return levels
 
     @property
     def device(self) -> Device:
