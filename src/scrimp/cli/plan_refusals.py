@@ -15,6 +15,7 @@ from scrimp.errors import ConfigError, PlanError
 from scrimp.planner.hardware import Cluster, is_file
 from scrimp.planner.layout.cluster_sizes import nearest_sizes, sizes_like
 from scrimp.planner.layout.divisibility import has_layout, objections
+from scrimp.planner.layout.given_memory import GivenMemory
 from scrimp.planner.layout.host_needs import least_host_memory
 from scrimp.planner.layout.objectives import Answer
 from scrimp.planner.layout.questions import Question
@@ -121,10 +122,11 @@ def _no_layout(question: Question, hardware: str) -> PlanError:
 
     near = nearest_sizes(question.cluster, is_good) if len(question.cluster.groups) == 1 else []
     names = " and ".join(size_text(one, hardware) for one in near)
+    keys = "layout.*" if question.memory == GivenMemory() else "layout.*, memory.*"
     return PlanError(
         "no layout has these degrees on this hardware",
         got=f"{question.cluster.devices:,} devices, {question.global_batch:,} sequences in a batch; "
         + "; ".join(objections(question)),
         expected=f"the nearest that have one: {names}" if near else "degrees that divide what they share",
-        do="change layout.* or train.batch_tokens, or leave some of layout.* out",
+        do=f"change {keys} or train.batch_tokens, or leave some of {keys} out",
     )

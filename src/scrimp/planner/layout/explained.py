@@ -106,9 +106,12 @@ def reason_text(one: Loser, best: Candidate) -> str:
         return "the host has no room for what leaves"
     if one.killed_by == "memory":
         return f"{one.amount / 2**30:,.1f} GiB over, most by {one.part}"
-    uneven = one.best.setting.layout.pp > best.setting.layout.pp
+    stages, wanted = one.best.setting.layout.pp, best.setting.layout.pp
+    compute = "smaller products or uneven stages" if stages > wanted else "smaller products"
+    if len(best.setting.cluster.groups) > 1 and stages < wanted:
+        compute = "waiting for the slower devices"
     words = {
-        "compute": "smaller products or uneven stages" if uneven else "smaller products",
+        "compute": compute,
         "recompute": "what is made again to save memory",
         "link": "exchanges that nothing hides",
         "bubble": "waiting for other stages",

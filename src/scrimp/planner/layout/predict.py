@@ -156,9 +156,7 @@ def least_step_seconds(
     return (passes + optimizer + (1.0 - setting.software.hidden_gathers) * apart) * _slower(setting)
 
 
-def least_of_any_batch(
-    setting: Setting, smallest: int, free: Sequence[str] = (), known: Passes | None = None
-) -> float:
+def least_of_any_batch(setting: Setting, smallest: int, free: Sequence[str] = ()) -> float:
     """A step at least of a layout, whatever its micro-batch is and however large its stages are.
 
     No pass takes less for each of its tokens than the one that has all of a rank's: of products that are larger a
@@ -169,10 +167,10 @@ def least_of_any_batch(
     Args:
         setting: with all sequences of a rank in one micro-batch.
         smallest: sequences of the smallest micro-batch.
-        free, known: as of `predict`.
+        free: as of `predict`.
     """
     layout, pp = setting.layout, setting.layout.pp
-    each = rank_seconds(setting, free, known)
+    each = rank_seconds(setting, free)
     if pp == 1:
         return least_step_seconds(setting, free, each)
     if len(setting.cluster.groups) > 1:
