@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from scrimp.formats import Noise
 from scrimp.optim.moments import BLOCK, Moments, Place, as_matrix
@@ -96,11 +97,17 @@ class Workspace:
         height = min(num_rows, max(1, most // width))
         self.scratch = scratch or Scratch(matrix.device)
         self._noise = NoiseTable(noise, num_columns, self.scratch, matrix.device)
-        self.places = [
+        places = [
             (slice(row, min(num_rows, row + height)), slice(column, min(num_columns, column + width)))
             for row in range(0, num_rows, height)
             for column in range(0, num_columns, width)
         ]
+        if isinstance(matrix, FakeTensor):
+            # Without numbers, pieces of one shape are all alike.
+            places = list(
+                {(min(num_rows - r.start, height), c.stop - c.start): (r, c) for r, c in places}.values()
+            )
+        self.places = places
 
     def noise(self, place: Place) -> Iterator[Tensor]:
         """Independent hashes of a piece's elements, one array after another."""

@@ -53,16 +53,20 @@ def standing_for(
     with contextlib.ExitStack() as stack:
         if device == "cuda":
             stack.enter_context(functions.plain_operations(fused_norm, compiled=compiled))
-            for sizes in (cross_entropy.BLOCK_ELEMENTS, grouping.PIECE_ELEMENTS, flash.WORKSPACE_BYTES):
-                stack.enter_context(_with_entry(sizes, sizes["cuda"]))
-            stack.enter_context(_with_entry(flash.STAND_IN, gpu or flash.Gpu()))
+            for sizes in (
+                cross_entropy.BLOCK_ELEMENTS,
+                grouping.PIECE_ELEMENTS,
+                flash.WORKSPACE_BYTES,
+            ):
+                stack.enter_context(with_entry(sizes, sizes["cuda"]))
+            stack.enter_context(with_entry(flash.STAND_IN, gpu or flash.Gpu()))
             if not fuses_attention:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield
 
 
 @contextlib.contextmanager
-def _with_entry(sizes: dict[str, Entry], of_cpu: Entry) -> Iterator[None]:
+def with_entry(sizes: dict[str, Entry], of_cpu: Entry) -> Iterator[None]:
     """A CPU's entry is a GPU's."""
     before = dict(sizes)
     sizes["cpu"] = of_cpu

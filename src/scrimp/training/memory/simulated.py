@@ -43,6 +43,7 @@ from scrimp.models import full_name, spec_of
 from scrimp.models.flash import STAND_IN, Gpu
 from scrimp.models.model import Model
 from scrimp.optim import build
+from scrimp.optim.update import PIECE_ELEMENTS
 from scrimp.planner import Plan
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Setting
 from scrimp.planner.layout.stages import block_plans, blocks_of_stages
@@ -61,6 +62,7 @@ from scrimp.profiler.memory_trace.stand_ins import (
     GRANULES,
     DeviceFunctions,
     standing_for,
+    with_entry,
     workspace_rule,
 )
 from scrimp.profiler.memory_trace.trace import StillClock
@@ -196,7 +198,10 @@ def _rank(setting: Setting, architecture: Architecture, rank: int, device: Devic
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         # What it remembers of `set_` holds storages: activations that left would live on.
         fake.cache_enabled = not _placement(setting).uses_host
-        with standing_for(device, gpu=gpu, compiled=setting.software.name != UNCOMPILED):
+        with (
+            standing_for(device, gpu=gpu, compiled=setting.software.name != UNCOMPILED),
+            with_entry(PIECE_ELEMENTS, PIECE_ELEMENTS[device]),
+        ):
             holders.executable = _executable(setting, architecture, mesh, _both(fake, tracker), tracker)
             _keep_gathered(setting, holders.executable.model)
             balance_experts(holders.executable.model, int(setting.tokens) // layout.tp)
