@@ -127,6 +127,8 @@ class _ChunkedLoss(torch.autograd.Function):
                     )
                     if grad_hidden is not None and grad_part is not None:
                         grad_hidden[part] = grad_part
+                # Else the next chunk's would be made beside it.
+                del logits_QV
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight_VD.dtype)
         ctx.gradients, ctx.z_loss = (grad_hidden, grad_weight), z_loss
