@@ -139,6 +139,7 @@ def test_a_terminal_that_goes_away_leaves_a_checkpoint(corpus: Path, tmp_path: P
     child, terminal = pty.fork()
     if child == 0:
         os.environ["OMP_NUM_THREADS"] = "1"
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
         words = [sys.executable, "-m", "scrimp", *flags(corpus, run_dir, *ENDLESS)]
         os.execv(sys.executable, words)
     log, deadline = run_dir / "metrics.jsonl", time.monotonic() + 90
