@@ -26,8 +26,10 @@ from scrimp.config.snip import keeps_budget
 from scrimp.planner.precision.choose import (
     Choice,
     Question,
+    allowed_in,
     choose,
     harm_of,
+    is_low,
     is_solved,
     is_within,
     share_in_4_bits,
@@ -100,7 +102,12 @@ def _by_rule(question: Question) -> NDArray[np.int64] | None:
     """[L, 3], where the first plan starts from; None where the rule has no plan."""
     if question.policy != "snip" or question.budget.fp4_flops is None or question.together is not None:
         return None
-    return choose(replace(question, policy=RULE)).formats
+    profile, rule = question.profile, choose(replace(question, policy=RULE)).formats
+    # It says what runs in 4 bits; of wider formats the budget asks for none, so that each takes its best.
+    costs = costs_of(question.policy, profile, weights=question.weights, method=question.method)
+    low = is_low(profile.formats)
+    wide = np.where(allowed_in(question) & ~low, costs.reshape(*rule.shape, -1), np.inf)
+    return np.where(low[rule] | np.isinf(wide).all(axis=2), rule, wide.argmin(axis=2))
 
 
 def _instead_of_current(question: Question) -> tuple[Choice, int, str]:
