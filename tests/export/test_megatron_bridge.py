@@ -23,7 +23,8 @@ PLANS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "copies of states": (LLAMA, 16, {"dp": 2, "fsdp": 8, "zero": 1}, {}),
     "tp": (LLAMA, 16, {"fsdp": 2, "tp": 8, "zero": 1}, {"precision": "fp8_tensor"}),
     "rows": (LLAMA, 8, {"fsdp": 4, "cp": 2, "zero": 1}, {"offload": Offload(activation_layers=3)}),
-    "stages": (LLAMA, 16, {"pp": 4, "fsdp": 4, "zero": 1}, {"recompute": 3, "offload": STATES}),
+    "stages": (LLAMA, 16, {"pp": 4, "fsdp": 4, "zero": 1}, {"recompute": 3}),
+    "states": (LLAMA, 8, {"fsdp": 8, "zero": 1}, {"offload": STATES}),
     "uneven": (LLAMA, 8, {"pp": 4, "fsdp": 2, "zero": 1, "stages": "5,9,9,9"}, {}),
     "interleaved": (
         LLAMA,

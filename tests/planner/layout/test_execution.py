@@ -62,6 +62,25 @@ def test_a_blank_execution_goes_with_every_program() -> None:
         check_execution(Execution(overlap_experts=True), "torchtitan")
 
 
+@pytest.mark.parametrize(
+    ("hardware", "usual"),
+    [
+        ("16xgb200", {"graphs": ["attention", "router"], "dispatcher": "hybridep"}),
+        ("16xh100", {"overlap_experts": True}),
+        ("16xb200", {}),
+    ],
+)
+def test_what_a_line_does_not_say_is_what_users_usually_set(hardware: str, usual: dict[str, Any]) -> None:
+    silent = ROUTED | {"hardware": hardware}
+    assert answer_line(json.dumps(silent), where="a line")["step_seconds"] == seconds(hardware, **usual)
+    setting = setting_of(decode_json(json.dumps(silent), Line, origin="a line", error=ConfigError, do=""))
+    assert line_of(setting, "model", hardware).execution is None
+    for change in ({"software": "scrimp"}, {"model": "llama-3.1-8b", "layout": {"dp": 16, "zero": 1}}):
+        text = json.dumps(silent | {"precision": "bf16"} | change)
+        other = setting_of(decode_json(text, Line, origin="a line", error=ConfigError, do=""))
+        assert other.execution == Execution()
+
+
 def test_a_line_keeps_it() -> None:
     text = json.dumps(ROUTED | {"execution": {"graphs": ["attention", "router"], "dispatcher": "hybridep"}})
     first = decode_json(text, Line, origin="line", error=ConfigError, do="")

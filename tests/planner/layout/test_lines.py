@@ -75,6 +75,18 @@ def test_a_shape_is_a_file_or_stands_in_the_line(tmp_path: Path) -> None:
     assert in_file["step_seconds"] == in_line["step_seconds"] > 0
 
 
+def test_zero_of_data_parallel_ranks_shares_what_they_have() -> None:
+    """Users of other programs write `dp` for ranks of ZeRO 2 and 3; copies are those without."""
+
+    def found(**layout: int) -> dict[str, Any]:
+        return answer_line(json.dumps(GOOD | {"layout": layout}), where="a line")
+
+    for zero in (2, 3):
+        assert found(dp=8, zero=zero) == found(fsdp=8, zero=zero)
+    assert found(dp=8) == found(dp=8, zero=0)
+    assert found(dp=2, fsdp=4, zero=3) == found(dp=2, fsdp=4)
+
+
 def test_a_setting_fits_where_devices_and_hosts_hold_it() -> None:
     """As a search has it: states that leave need host memory."""
     offload = {"optimizer": True, "master": True, "gradients": True, "weights": True}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
@@ -27,7 +27,7 @@ from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.block_activations import NAMED
 from scrimp.planner.layout.block_choices import has_room_as_planned
 from scrimp.planner.layout.degree_checks import check_degrees
-from scrimp.planner.layout.execution import Execution, check_execution
+from scrimp.planner.layout.execution import Execution, check_execution, usual_execution
 from scrimp.planner.layout.pass_orders import SCHEDULES
 from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Offload, Setting
@@ -49,7 +49,8 @@ class LayoutLine:
 
     dp: int = 1
     fsdp: int = 1
-    zero: int = 3
+    zero: int | None = None
+    """None: 3."""
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -83,8 +84,8 @@ class Line:
     software: str = "scrimp"
     states: StateFormats = field(default_factory=StateFormats)
     """In which formats Scrimp keeps weights and moments."""
-    execution: Execution = field(default_factory=Execution)
-    """What users of Megatron set beside the layout: graphs, how tokens travel to experts."""
+    execution: Execution | None = None
+    """What users of Megatron set beside the layout: graphs, how tokens travel to experts; None: what most do."""
 
 
 def answer_line(text: str, *, where: str) -> dict[str, Any]:
@@ -149,6 +150,8 @@ def line_of(setting: Setting, model: str | ModelShape, hardware: str) -> Line:
         field.name: getattr(layout, field.name) for field in fields(LayoutLine) if hasattr(layout, field.name)
     }
     degrees["virtual"] = layout.virtual or 1
+    if layout.zero == 3 or (_is_of_copies(layout.dp, layout.shards) and layout.zero == 2):
+        degrees["zero"] = None  # copies that have it share all
     return Line(
         model=model,
         hardware=hardware,
@@ -163,8 +166,12 @@ def line_of(setting: Setting, model: str | ModelShape, hardware: str) -> Line:
         blocks=setting.blocks,
         software=setting.software.name,
         states=setting.software.states,
-        execution=setting.execution,
+        execution=None if setting.execution == _usual(setting) else setting.execution,
     )
+
+
+def _usual(setting: Setting) -> Execution:
+    return usual_execution(setting.software.name, setting.model, setting.cluster, setting.layout.schedule)
 
 
 def line_text(line: Line) -> str:
@@ -193,7 +200,7 @@ def setting_of(line: Line) -> Setting:
         PlanError: the parts do not fit one another.
     """
     check_line(line)
-    layout, model = line.layout, _sizes(read_model(line.model))
+    layout, model = _sharded(line.layout), _sizes(read_model(line.model))
     _check_blocks_of(line, model)
     found = Setting(
         model=model,
@@ -204,7 +211,7 @@ def setting_of(line: Line) -> Setting:
         layout=ResolvedLayout(
             dp=layout.dp,
             fsdp=layout.fsdp,
-            zero=layout.zero,
+            zero=3 if layout.zero is None else layout.zero,
             tp=layout.tp,
             pp=layout.pp,
             cp=layout.cp,
@@ -221,11 +228,10 @@ def setting_of(line: Line) -> Setting:
         offload=line.offload,
         precision=line.precision,
         blocks=line.blocks,
-        execution=line.execution,
         sequence_parallel=layout.sequence_parallel,
     )
     check_degrees(found)
-    return found
+    return replace(found, execution=_usual(found) if line.execution is None else line.execution)
 
 
 def sizes_of_line(line: Line) -> ModelSizes:
@@ -240,6 +246,17 @@ def sizes_of_line(line: Line) -> ModelSizes:
 def _software(line: Line) -> Software:
     """The program that a line names, with the states that it asks for."""
     return in_states(software_for(line.software, line.precision, line.layout.schedule), line.states)
+
+
+def _sharded(layout: LayoutLine) -> LayoutLine:
+    """ZeRO's stages 2 and 3 of data-parallel ranks that nothing else shares are those of ranks that share all."""
+    if _is_of_copies(layout.dp, layout.fsdp * layout.cp) and layout.zero in (2, 3):
+        return replace(layout, fsdp=layout.dp, dp=1)
+    return layout
+
+
+def _is_of_copies(dp: int, shards: int) -> bool:
+    return dp > 1 and shards == 1
 
 
 def _virtual(layout: LayoutLine) -> int:
@@ -261,12 +278,13 @@ def check_line(line: Line, *, has_pp: bool = True) -> None:
     counts |= {f"layout.{name}": getattr(line.layout, name) for name in degrees}
     for key, value in counts.items():
         check_range(key, value, Range(1, 10**9))
-    check_range("layout.zero", line.layout.zero, Range(0, 3))
+    if line.layout.zero is not None:
+        check_range("layout.zero", line.layout.zero, Range(0, 3))
     check_range("offload.activation_layers", line.offload.activation_layers, Range(0, 10**6))
     if isinstance(line.recompute, int):
         check_range("recompute", line.recompute, Range(0, 10**6))
     _check_blocks(line)
-    check_execution(line.execution, line.software)
+    check_execution(line.execution or Execution(), line.software)
     _check_parts(line)
     _check_v(line, has_pp)
     words = {
@@ -295,7 +313,7 @@ def _check_v(line: Line, has_pp: bool) -> None:
         (layout.pp == 1 and has_pp, "layout.pp 1", "a pipeline: layout.pp above 1"),
         (layout.virtual > 2, f"layout.virtual {layout.virtual}", "2 stages on each rank"),
         (line.offload != Offload() or leaves, "offload", "everything on the device"),
-        (line.execution != Execution(), "execution", "no graphs and no fused experts"),
+        (line.execution not in (None, Execution()), "execution", "no graphs and no fused experts"),
     )
     for applies, got, expected in reasons:
         if applies:

@@ -22,6 +22,7 @@ from scrimp.config.resolved import ResolvedLayout
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster, Device
 from scrimp.planner.layout.degree_checks import exchanges_heads, experts_of
+from scrimp.planner.layout.execution import usual_execution
 from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.given_memory import GivenMemory
 from scrimp.planner.layout.setting import Offload, Setting
@@ -99,6 +100,7 @@ def setting_of(question: Question, layout: ResolvedLayout, micro_batch: int) -> 
         layout=layout,
         software=question.software,
         precision=question.formats.base if question.formats else question.precision,
+        execution=usual_execution(question.software.name, question.model, question.cluster, layout.schedule),
     )
     return (
         found
