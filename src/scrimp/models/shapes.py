@@ -230,7 +230,17 @@ class ModelShape:
         outputs = inner * (1 + self.gated)
         return [
             LinearSpec(up, outputs, D, "made", "mlp", rows, experts, chosen, cut="outputs"),
-            LinearSpec(f"{name}.{DOWN}", D, inner, "made", experts=experts, chosen=chosen, cut="inputs"),
+            # What experts give is kept until it is summed up by their weights.
+            LinearSpec(
+                f"{name}.{DOWN}",
+                D,
+                inner,
+                "made",
+                "mlp" if experts > 1 else "",
+                experts=experts,
+                chosen=chosen,
+                cut="inputs",
+            ),
         ]
 
     def _mlp_traffic(self, inner: int) -> list[Traffic]:
@@ -239,7 +249,7 @@ class ModelShape:
 
     def _routed(self, experts: RoutedExperts) -> tuple[list[LinearSpec], list[Traffic]]:
         D, k, E = self.width, experts.chosen, experts.count
-        layers = [LinearSpec(f"mlp.{ROUTER}", E, D)]
+        layers = [LinearSpec(f"mlp.{ROUTER}", E, D, "made", "mlp")]
         layers += self._mlp("mlp.experts", experts.width, E, k)
         traffic = self._mlp_traffic(k * experts.width)
         # Copies for the experts, and the sum of what they give.

@@ -65,7 +65,8 @@ def _held_parts(block: BlockSpec, setting: Setting) -> dict[str, float]:
     found["stream"] = boundary_bytes(setting) * (2.0 + follow * (norms > 0))
     normed: set[str] = set()
     for linear in block.linears:
-        if linear.again == "mlp":
+        weighted_before = linear.experts > 1 and _is_last(linear) and not software.keeps_expert_outputs
+        if linear.again == "mlp" and not weighted_before:
             found["mlp"] += 2.0 * tokens * linear.chosen * linear.outputs / layout.tp
         part = linear.name.partition(".")[0]
         reads_norm = linear.experts == 1 and linear.inputs == width and not _is_last(linear)

@@ -116,6 +116,9 @@ class Software:
     unit_copies: float
     """Bytes that are moved on a device for each that it gathers or reduces: FSDP2 copies what has come into the
     weights' tensors, and gradients into one piece, each of which is a read and a write. 0: there is no copy."""
+    keeps_expert_outputs: bool
+    """Whether backward reads what experts gave, since it was weighted after them; else their inputs or gates are
+    weighted (Megatron-Core's activation_func_with_probs, TorchTitan's score_before_experts)."""
     keeps_gathered: bool
     """Whether a rank of tp keeps the inputs that it gathered whole, or gathers them once more in the backward pass."""
     gathers_codes: bool
