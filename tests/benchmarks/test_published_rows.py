@@ -19,6 +19,7 @@ import pytest
 
 import scrimp.planner.layout.software as room
 from scrimp.planner.hardware import load_hardware
+from scrimp.planner.layout.lines import PRECISIONS
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "published"
 FILES = "rows.jsonl", "beside.jsonl", "sweeps.jsonl", "held_out.jsonl"
@@ -396,7 +397,7 @@ def test_layouts_fit_devices_batches_and_models() -> None:
         assert layout["zero"] in (shared if layout["fsdp"] > 1 else (0, 1, 3)), row
         assert layout["ep"] == 1 or shape["experts"]["count"] % layout["ep"] == 0, row
         assert ranks * layout["cp"] * layout["tp"] % (layout["ep"] * layout["etp"]) == 0, row
-        assert setting["precision"] in {"bf16", "fp16", "fp8_tensor", "fp8", "mxfp8", "nvfp4"}, row
+        assert setting["precision"] in PRECISIONS, row
         assert setting["software"] in SOFTWARES, row
         again = setting["recompute"]
         assert again in {"none", "selective", "full"} or 0 < again < shape["layers"], row

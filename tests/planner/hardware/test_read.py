@@ -201,6 +201,7 @@ def test_a_card_with_other_memory_stands_in_the_same_node() -> None:
     ("name", "says"),
     [
         ("8xh10", "did you mean 'h100'"),
+        ("8xa100", "did you mean 'a100-80'"),
         ("rtx4090ti", "one of a100-40"),
         ("h100x8", "no device"),
         ("12xh100", "a multiple of 8, such as 8 or 16"),
@@ -319,6 +320,28 @@ def test_devices_that_do_not_train_leave_the_others_their_network_card(hardware:
 def test_without_a_link_between_the_slowest_way_out_counts(tmp_path: Path) -> None:
     listed = [{"count": 1, "node": "dgx-h100"}, {"count": 1, "node": NODE}]
     assert load_hardware(write(tmp_path, "mine.toml", {"nodes": listed})).between.name == "Ethernet"
+
+
+def test_the_files_of_the_guide_are_read(tmp_path: Path) -> None:
+    """A node, whose file another one names, too; and a cluster."""
+    page = (Path(__file__).parents[3] / "docs" / "planner.md").read_text(encoding="utf-8")
+    texts = re.findall(r"```toml\n(.*?)```", page.partition("## Hardware files")[2], re.DOTALL)
+    for name, text in zip(("node", "cluster"), texts, strict=True):
+        (tmp_path / f"{name}.toml").write_text(text, encoding="utf-8")
+    (group,) = load_hardware(tmp_path / "node.toml").groups
+    assert (group.node.device.name, group.count, group.used) == ("rtx4090", 1, 2)
+    assert [one.devices for one in load_hardware(tmp_path / "cluster.toml").groups] == [32, 8]
+    (tmp_path / "three.toml").write_text('[[nodes]]\nnode = "node.toml"\ncount = 3\n', encoding="utf-8")
+    assert load_hardware(tmp_path / "three.toml").devices == 6
+
+
+def test_files_as_they_ship_are_read_elsewhere(tmp_path: Path) -> None:
+    """A node is a cluster of one; a device has no host and no links."""
+    for part, name in (("nodes", "dgx-h100"), ("devices", "h100")):
+        (tmp_path / f"{name}.toml").write_bytes((SHIPPED / part / f"{name}.toml").read_bytes())
+    assert load_hardware(tmp_path / "dgx-h100.toml").groups == load_hardware("8xh100").groups
+    with pytest.raises(ConfigError, match=r"h100\.toml describes a device, and not where it is"):
+        load_hardware(tmp_path / "h100.toml")
 
 
 def test_a_file_names_devices_of_its_own(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ Method   A device has one node that its name alone means (`default_for` in nodes
              latency_seconds = 20e-6
              achieved = 0.8
 
+         The file of a node alone is one such node, all of its devices in use.
 Limits   Two tiers of links in a node group, and one between groups. Devices of one node are equal.
 Checked  tests/planner/hardware/test_read.py
 """
@@ -218,6 +219,15 @@ def _fill(devices: int, node: Node, name: str) -> NodeGroup:
 
 def _cluster(file: Path) -> Cluster:
     table, where = read_table(file), str(file)
+    if "nodes" not in table and "device" in table:
+        node = _node(table, where, file.parent)
+        return Cluster(node.name, (NodeGroup(1, node, node.devices),), node.link.outside)
+    if "nodes" not in table and "peak" in table:
+        raise ConfigError(
+            f"{where} describes a device, and not where it is",
+            expected=f'a node, with `device = "{file.name}"`, its host memory and its links',
+            do="write that beside it, as docs/planner.md shows, and name that file",
+        )
     known = ["name", "nodes", "link"]
     for key in table:
         if key not in known:
@@ -259,7 +269,10 @@ def _group(entry: Any, number: int, where: str, folder: Path) -> NodeGroup:
     if device is not None and not isinstance(device, str):
         raise ConfigError(f"{prefix}device in {where} is no name", got=repr(device)[:80], expected="a device")
     wanted = entry["node"]
-    if isinstance(wanted, str):
+    if isinstance(wanted, str) and is_file(wanted):
+        file = folder / wanted
+        node = _node(read_table(file), str(file), file.parent, device)
+    elif isinstance(wanted, str):
         if wanted not in NODES:
             raise _no_such("node", wanted, NODES, f"{prefix}node in {where}")
         node = load_node(wanted)
@@ -292,7 +305,8 @@ def _whole(value: object, key: str, where: str, most: int) -> int:
 
 
 def _no_such(what: str, name: str, known: tuple[str, ...], where: str | None = None) -> ConfigError:
-    near = nearest_word(name, known)
+    sizes = [one for one in known if one.startswith(f"{name}-")]
+    near = sizes[-1] if sizes else nearest_word(name, known)
     return ConfigError(
         f"{where + ': ' if where else ''}no {what} of that name ships",
         got=repr(name),
