@@ -249,6 +249,8 @@ def _program(ranks: int, virtual: int, micro_batches: int, schedule: str) -> Pro
     """The passes of all ranks, each after those that it waits for. Number 0 is the beginning of the step."""
     if schedule in V_SHAPED:
         return _split_program(ranks, micro_batches, schedule)
+    if virtual == 1:
+        return _program_in_slots(ranks, micro_batches, schedule)
     rows = [_waits(rank, ranks, virtual, micro_batches, schedule) for rank in range(ranks)]
     # Of every pass of every stage its number, 0 where it did not run yet; behind them one for what waits for nothing.
     numbers = [0] * (2 * ranks * virtual * micro_batches) + [-1]
@@ -276,6 +278,32 @@ def _program(ranks: int, virtual: int, micro_batches: int, schedule: str) -> Pro
     sent += [ranks > 1 and 0 < cost < end for cost in costs]
     needs[:] = [needed if needed > 0 else 0 for needed in needs]
     return found
+
+
+def _program_in_slots(ranks: int, micro_batches: int, schedule: str) -> Program:
+    """The same of one stage a rank: in the order in which passes would begin if each took as long, one slot.
+
+    Of 1f1b F r n begins in slot r + n while rank r has no backward pass to run (n < p - r), then in 2 n + r; B r n in
+    2 p - 1 - r + 2 n. Of gpipe F r n begins in r + n, B r n as late as it mirrors that behind all forward passes.
+    """
+    m, p = micro_batches, ranks
+    r, n = np.arange(p)[:, None], np.arange(m)[None]
+    if schedule == "gpipe":
+        slots = np.stack([r + n, m + 2 * (p - 1) - r + n])
+    else:
+        slots = np.stack([np.where(n < p - r, r + n, 2 * n + r), 2 * p - 1 - r + 2 * n])
+    order = np.argsort(slots, axis=None, kind="stable")
+    numbers = np.empty((2, p, m), dtype=np.int64)
+    numbers.ravel()[order] = np.arange(1, order.size + 1)
+    of_rank = np.sort(numbers.transpose(1, 0, 2).reshape(p, 2 * m), axis=1)
+    befores = np.zeros(order.size + 1, dtype=np.int64)
+    befores[of_rank[:, 1:]] = of_rank[:, :-1]
+    # A forward pass reads that of the stage before, a backward pass that of the stage after, the last one's its own.
+    needs = np.zeros((2, p, m), dtype=np.int64)
+    needs[0, 1:], needs[1, :-1], needs[1, -1] = numbers[0, :-1], numbers[1, 1:], numbers[0, -1]
+    costs = np.broadcast_to(np.arange(2)[:, None, None] + 2 * r, (2, p, m)).ravel()[order]
+    sent = (p > 1) & (costs > 0) & (costs < 2 * p - 1)
+    return befores[1:].tolist(), needs.ravel()[order].tolist(), sent.tolist(), costs.tolist()
 
 
 def _waits(
