@@ -145,8 +145,9 @@ def made_again_bytes(block: BlockSpec, plan: BlockPlan, setting: Setting) -> flo
         return 2.0 * kept
     if plan.recompute == NONE:
         return 0.0
-    if plan.recompute == SELECTIVE and setting.recompute_parts:
-        return kept - waiting_bytes(block, plan, setting)
+    dropped = kept - waiting_bytes(block, plan, setting)
+    if plan.recompute == SELECTIVE and (setting.recompute_parts or dropped <= 0.0):
+        return dropped
     # Of a search's selective recomputation all but the stream, below 1 % of a device more than what it makes again: so
     # that room which blocks made again in full leave is never too much (`block_choices`).
     return kept - boundary_bytes(setting)
