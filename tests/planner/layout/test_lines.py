@@ -75,6 +75,12 @@ def test_a_shape_is_a_file_or_stands_in_the_line(tmp_path: Path) -> None:
     assert in_file["step_seconds"] == in_line["step_seconds"] > 0
 
 
+def test_an_answer_has_the_id_of_its_line() -> None:
+    for change in ({}, {"micro_batch": 3}):
+        assert answer_line(json.dumps(GOOD | {"id": "mine 7"} | change), where="a line")["id"] == "mine 7"
+    assert "id" not in answer_line(json.dumps(GOOD), where="a line")
+
+
 def test_zero_of_data_parallel_ranks_shares_what_they_have() -> None:
     """Users of other programs write `dp` for ranks of ZeRO 2 and 3; copies are those without."""
 

@@ -86,6 +86,8 @@ class Line:
     """In which formats Scrimp keeps weights and moments."""
     execution: Execution | None = None
     """What users of Megatron set beside the layout: graphs, how tokens travel to experts; None: what most do."""
+    id: str | int | None = None
+    """The user's own, which the answer has too."""
 
 
 def answer_line(text: str, *, where: str) -> dict[str, Any]:
@@ -94,12 +96,14 @@ def answer_line(text: str, *, where: str) -> dict[str, Any]:
     Args:
         where: name of the file and number of the line.
     """
+    named: dict[str, Any] = {}
     try:
         line = decode_json(text, Line, origin=where, error=ConfigError, do=_DO)
+        named = {} if line.id is None else {"id": line.id}
         json.loads(text, object_pairs_hook=_each_once)
-        return answer(setting_of(line))
+        return named | answer(setting_of(line))
     except ScrimpError as error:
-        return {"error": str(error) if where in str(error) else f"{where}: {error}"}
+        return named | {"error": str(error) if where in str(error) else f"{where}: {error}"}
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> None:
