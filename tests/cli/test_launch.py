@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from ranks import Run, children_of, environment, lives, start, wait_for
 from tiny_run import flags, records, write_corpus
 
 from scrimp.cli import main
-from scrimp.cli.launch import Restarts, can_share, launch
+from scrimp.cli.launch import Restarts, _is_stopped, can_share, launch
 from scrimp.config import Config, replace_values
 from scrimp.config.write_toml import to_toml
 from scrimp.training.checkpoint import CheckpointStore
@@ -46,6 +47,13 @@ def test_nonsense_is_refused_before_anything_starts(
     told = capsys.readouterr().err
     assert says in told
     assert told.count("error:") == 1
+
+
+def test_a_rank_that_has_ended_is_not_stopped() -> None:
+    """Also where something else has asked how it ended, after which the system knows it no more."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        child.wait()
+        assert not _is_stopped(child.pid)
 
 
 def test_help_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ def output_of(name: str, folder: Path, *arguments: str) -> str:
 
 def assert_two_plans_and_a_falling_loss(text: str, losses: list[float], share: float) -> None:
     reasons = re.findall(r"(?:step|update) \d+: (.+)", text)
-    assert reasons[0] == "first plan"
+    assert reasons[0].startswith("first plan")
     assert re.fullmatch(r"the same plan again|kept: .+|\d+ GEMMs changed: .+", reasons[1])
     assert len(reasons) == 2
     shares = [float(found) for found in re.findall(r"nvfp4 ([\d.]+)%", text)]

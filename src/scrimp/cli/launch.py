@@ -335,8 +335,11 @@ def _likely_cause(ended: tuple[int, int]) -> int:
 
 
 def _is_stopped(process: int) -> bool:
-    """Whether a child was stopped by a signal and has not been continued."""
-    found = os.waitid(os.P_PID, process, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    """Whether a child was stopped by a signal and has not been continued; one that has ended is not."""
+    try:
+        found = os.waitid(os.P_PID, process, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
     return found is not None and found.si_code == os.CLD_STOPPED
 
 
