@@ -233,6 +233,10 @@ class Joined:
             store.set(f"health/{rank}", json.dumps(self._record.statement()))
             store.set(f"end/{rank}", "")
             if rank == 0 and self._place.hosts_store:
+                if self._is_explained and lookout.sees_note:
+                    # Whoever has not read the note yet would say that this rank is gone, and the store with it.
+                    alive = [f"end/{other}" for other in self._answering()]
+                    wait_until(lambda: store.check(alive), ANSWER_S)
                 ends = [f"end/{other}" for other in range(self._place.size)]
                 wait_until(lambda: lookout.sees_note or store.check(ends), COLLECTIVE_S)
             elif code != 0:
