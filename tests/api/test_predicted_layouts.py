@@ -13,6 +13,7 @@ from published_settings import LLAMA_8B
 import scrimp
 from scrimp.cli import main
 from scrimp.errors import ConfigError, PlanError, ScrimpError
+from scrimp.planner.hardware import load_hardware
 
 LINE: dict[str, Any] = {
     "model": "llama-3.2-1b",
@@ -73,6 +74,16 @@ def test_a_search_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> 
     assert given.step_seconds == found.plans[0].step_seconds
     (only,) = scrimp.search(**asked, micro_batch=4, keep=1).plans
     assert only.setting.micro_batch == 4
+
+
+def test_ranks_of_zero_are_searched_as_they_are_predicted() -> None:
+    asked = {name: LINE[name] for name in ("model", "hardware", "sequence", "global_batch")}
+    devices = load_hardware(LINE["hardware"]).devices
+    for given in ({"dp": devices, "zero": 3}, {"dp": devices, "zero": 2}):
+        (found,) = scrimp.search(**asked, layout=given, keep=1).plans
+        assert (found.setting.layout.dp, found.setting.layout.fsdp) == (1, devices)
+    usual, free = (scrimp.search(**asked, layout=one, keep=1).plans for one in ({}, {"zero": None}))
+    assert usual == free
 
 
 def test_formats_of_other_programs_are_searched() -> None:

@@ -35,7 +35,15 @@ from scrimp.planner.layout.asked import READ, question_asked
 from scrimp.planner.layout.block_choices import has_room_as_planned
 from scrimp.planner.layout.divisibility import objections
 from scrimp.planner.layout.execution import Execution
-from scrimp.planner.layout.lines import PRECISIONS, Line, check_line, read_model, setting_of, sizes_of_line
+from scrimp.planner.layout.lines import (
+    PRECISIONS,
+    Line,
+    check_line,
+    read_model,
+    setting_of,
+    sharded,
+    sizes_of_line,
+)
 from scrimp.planner.layout.objectives import OBJECTIVES, Answer, Goal, Objective, Searching, answered
 from scrimp.planner.layout.predict import Prediction
 from scrimp.planner.layout.predict import predict as predict_setting
@@ -209,8 +217,16 @@ def _wanted(line: Line, layout: Mapping[str, Any]) -> dict[str, Any]:
             got="layout sequence_parallel False",
             do="leave it out, or predict one layout with it",
         )
-    found = {name: getattr(line.layout, name) for name in layout if name != "sequence_parallel"}
-    return {name: value for name, value in found.items() if (name, value) != ("schedule", "auto")}
+    own = sharded(line.layout)
+    names = [name for name in layout if name != "sequence_parallel"]
+    if own != line.layout:
+        names = ["fsdp" if name == "dp" else name for name in names]
+    found = {name: getattr(own, name) for name in names}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and (name, value) != ("schedule", "auto")
+    }
 
 
 def _config(precision: str, settings: Mapping[str, Any] | None) -> Config:

@@ -333,6 +333,12 @@ def test_the_files_of_the_guide_are_read(tmp_path: Path) -> None:
     assert [one.devices for one in load_hardware(tmp_path / "cluster.toml").groups] == [32, 8]
     (tmp_path / "three.toml").write_text('[[nodes]]\nnode = "node.toml"\ncount = 3\n', encoding="utf-8")
     assert load_hardware(tmp_path / "three.toml").devices == 6
+    (tmp_path / "below").mkdir()
+    (tmp_path / "node.toml").rename(tmp_path / "below" / "node.toml")
+    (tmp_path / "mine.toml").write_bytes((SHIPPED / "devices" / "rtx5090.toml").read_bytes())
+    other = '[[nodes]]\nnode = "below/node.toml"\ndevice = "mine.toml"\n'
+    (tmp_path / "other.toml").write_text(other, encoding="utf-8")
+    assert load_hardware(tmp_path / "other.toml").groups[0].node.device.name == "rtx5090"
 
 
 def test_files_as_they_ship_are_read_elsewhere(tmp_path: Path) -> None:

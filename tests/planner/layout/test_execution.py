@@ -62,17 +62,29 @@ def test_a_blank_execution_goes_with_every_program() -> None:
         check_execution(Execution(overlap_experts=True), "torchtitan")
 
 
+STAGES = {"dp": 8, "pp": 2, "virtual": 2, "ep": 8, "zero": 1}
+
+
 @pytest.mark.parametrize(
-    ("hardware", "usual"),
+    ("hardware", "change", "usual"),
     [
-        ("16xgb200", {"graphs": ["attention", "router"], "dispatcher": "hybridep"}),
-        ("16xh100", {"overlap_experts": True}),
-        ("16xb200", {}),
+        ("16xgb200", {}, {"graphs": ["attention", "router"], "dispatcher": "hybridep"}),
+        ("16xgb200", {"layout": {"dp": 16, "zero": 1}}, {"graphs": ["attention", "router"]}),
+        ("16xh100", {}, {"dispatcher": "hybridep"}),
+        ("16xh100", {"layout": {"dp": 16, "zero": 1}}, {}),
+        ("16xh100", {"layout": STAGES}, {"overlap_experts": True}),
+        ("16xh100", {"layout": STAGES, "recompute": "full"}, {"dispatcher": "hybridep"}),
+        ("16xb200", {}, {}),
+        ("16xmi300x", {"precision": "fp8_tensor"}, {}),
     ],
 )
-def test_what_a_line_does_not_say_is_what_users_usually_set(hardware: str, usual: dict[str, Any]) -> None:
-    silent = ROUTED | {"hardware": hardware}
-    assert answer_line(json.dumps(silent), where="a line")["step_seconds"] == seconds(hardware, **usual)
+def test_what_a_line_does_not_say_is_what_users_usually_set(
+    hardware: str, change: dict[str, Any], usual: dict[str, Any]
+) -> None:
+    silent = ROUTED | {"hardware": hardware} | change
+    said = answer_line(json.dumps(silent | {"execution": usual}), where="a line")
+    assert answer_line(json.dumps(silent), where="a line") == said
+    assert "error" not in said
     setting = setting_of(decode_json(json.dumps(silent), Line, origin="a line", error=ConfigError, do=""))
     assert line_of(setting, "model", hardware).execution is None
     for change in ({"software": "scrimp"}, {"model": "llama-3.1-8b", "layout": {"dp": 16, "zero": 1}}):

@@ -269,13 +269,8 @@ def _group(entry: Any, number: int, where: str, folder: Path) -> NodeGroup:
     if device is not None and not isinstance(device, str):
         raise ConfigError(f"{prefix}device in {where} is no name", got=repr(device)[:80], expected="a device")
     wanted = entry["node"]
-    if isinstance(wanted, str) and is_file(wanted):
-        file = folder / wanted
-        node = _node(read_table(file), str(file), file.parent, device)
-    elif isinstance(wanted, str):
-        if wanted not in NODES:
-            raise _no_such("node", wanted, NODES, f"{prefix}node in {where}")
-        node = load_node(wanted)
+    if isinstance(wanted, str):
+        node = _named_node(wanted, folder, f"{prefix}node in {where}")
         if device is not None:
             node = replace(node, device=load_device(device, folder, f"{prefix}device in {where}"))
     else:
@@ -283,6 +278,16 @@ def _group(entry: Any, number: int, where: str, folder: Path) -> NodeGroup:
     count = _whole(entry.get("count", 1), f"{prefix}count", where, _MOST)
     used = _whole(entry.get("devices", node.fill or node.devices), f"{prefix}devices", where, node.devices)
     return NodeGroup(count, node, used)
+
+
+def _named_node(name: str, folder: Path, where: str) -> Node:
+    """A node that ships, or from a file."""
+    if is_file(name):
+        file = folder / name
+        return _node(read_table(file), str(file), file.parent)
+    if name not in NODES:
+        raise _no_such("node", name, NODES, where)
+    return load_node(name)
 
 
 def _between(link: Any, where: str) -> Link | None:

@@ -8,7 +8,7 @@ Method   What Megatron-Core calls cuda_graph_scope, moe_token_dispatcher_type wi
          A line that says none of it has what users usually set (`usual_execution`): for models with experts what
          most recipes of Megatron-Bridge do on such machines, else Megatron-Core's defaults.
 Limits   Recipes of one machine differ between releases and models: by the usual one, published runs with experts are
-         predicted within 13 % in the median, by their own within 9 %. Other programs have one way each, which their
+         predicted within 14 % in the median, by their own within 9 %. Other programs have one way each, which their
          files in `softwares/` say.
 Checked  tests/planner/layout/test_execution.py
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from scrimp.config import nearest_word
-from scrimp.config.pipeline import V_SHAPED
+from scrimp.config.resolved import ResolvedLayout
 from scrimp.errors import ConfigError
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster
@@ -29,6 +29,7 @@ ALL_TO_ALL = "alltoall"
 DISPATCHERS = (ALL_TO_ALL, "deepep", "hybridep")
 _OF_A_BOARD = 8
 """GPUs that NVLink joins without a rack of switches."""
+_HOPPER = ("h100", "h200")
 OF_TORCHTITAN = ("async_tp",)
 """What users of TorchTitan set; all else is set by users of Megatron."""
 
@@ -56,21 +57,27 @@ class Execution:
     """Whether the head multiplies in the blocks' precision."""
 
 
-def usual_execution(software: str, model: ModelSizes, cluster: Cluster, schedule: str) -> Execution:
+def usual_execution(
+    software: str, model: ModelSizes, cluster: Cluster, layout: ResolvedLayout, recompute: str | int = "none"
+) -> Execution:
     """What users of a program set where a line does not say it.
 
     Source: Megatron-Bridge, src/megatron/bridge/perf_recipes, releases 25.11 to 26.06: of machines whose NVLink joins
     more than eight GPUs most have graphs of attention and router and HybridEP's dispatcher; of Hopper GPUs most
-    overlap the exchange; of others the recipes have nothing in common.
+    overlap the exchange where ranks have several stages, and else have HybridEP; of others the recipes have nothing in
+    common. Megatron-Core overlaps nothing beside full recomputation (its transformer_config).
     """
-    node = cluster.groups[0].node
-    has_experts = model.blocks[-1].routed_parameters > 0
-    if software != "megatron" or not has_experts or schedule in V_SHAPED:
+    node, experts_are_shared = cluster.groups[0].node, layout.ep > 1
+    if software != "megatron" or model.blocks[-1].routed_parameters == 0:
         return Execution()
     if node.devices > _OF_A_BOARD:
-        return Execution(graphs=(ATTENTION, ROUTER), dispatcher="hybridep")
-    peak = node.device.peak
-    return Execution(overlap_experts=peak.fp8 is not None and peak.fp4 is None)
+        dispatcher = "hybridep" if experts_are_shared or layout.tp > 1 else ALL_TO_ALL
+        return Execution(graphs=(ATTENTION, ROUTER), dispatcher=dispatcher)
+    if node.device.name.partition("-")[0] not in _HOPPER or not experts_are_shared:
+        return Execution()
+    if (layout.virtual or 1) > 1 and recompute != "full":
+        return Execution(overlap_experts=True)
+    return Execution(dispatcher="hybridep")
 
 
 def check_execution(execution: Execution, software: str) -> None:

@@ -50,7 +50,7 @@ class LayoutLine:
     dp: int = 1
     fsdp: int = 1
     zero: int | None = None
-    """None: 3."""
+    """None: 3 among ranks of fsdp; those of dp are copies."""
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -155,7 +155,7 @@ def line_of(setting: Setting, model: str | ModelShape, hardware: str) -> Line:
     }
     degrees["virtual"] = layout.virtual or 1
     if layout.zero == 3 or (_is_of_copies(layout.dp, layout.shards) and layout.zero == 2):
-        degrees["zero"] = None  # copies that have it share all
+        degrees["zero"] = None  # 3; a line that says 2 or 3 of copies alone is read as fsdp
     return Line(
         model=model,
         hardware=hardware,
@@ -175,7 +175,9 @@ def line_of(setting: Setting, model: str | ModelShape, hardware: str) -> Line:
 
 
 def _usual(setting: Setting) -> Execution:
-    return usual_execution(setting.software.name, setting.model, setting.cluster, setting.layout.schedule)
+    return usual_execution(
+        setting.software.name, setting.model, setting.cluster, setting.layout, setting.recompute
+    )
 
 
 def line_text(line: Line) -> str:
@@ -204,7 +206,7 @@ def setting_of(line: Line) -> Setting:
         PlanError: the parts do not fit one another.
     """
     check_line(line)
-    layout, model = _sharded(line.layout), _sizes(read_model(line.model))
+    layout, model = sharded(line.layout), _sizes(read_model(line.model))
     _check_blocks_of(line, model)
     found = Setting(
         model=model,
@@ -252,7 +254,7 @@ def _software(line: Line) -> Software:
     return in_states(software_for(line.software, line.precision, line.layout.schedule), line.states)
 
 
-def _sharded(layout: LayoutLine) -> LayoutLine:
+def sharded(layout: LayoutLine) -> LayoutLine:
     """ZeRO's stages 2 and 3 of data-parallel ranks that nothing else shares are those of ranks that share all."""
     if _is_of_copies(layout.dp, layout.fsdp * layout.cp) and layout.zero in (2, 3):
         return replace(layout, fsdp=layout.dp, dp=1)

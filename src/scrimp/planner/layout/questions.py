@@ -100,7 +100,7 @@ def setting_of(question: Question, layout: ResolvedLayout, micro_batch: int) -> 
         layout=layout,
         software=question.software,
         precision=question.formats.base if question.formats else question.precision,
-        execution=usual_execution(question.software.name, question.model, question.cluster, layout.schedule),
+        execution=usual_execution(question.software.name, question.model, question.cluster, layout),
     )
     return (
         found

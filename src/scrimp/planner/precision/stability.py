@@ -26,12 +26,12 @@ from scrimp.config.snip import keeps_budget
 from scrimp.planner.precision.choose import (
     Choice,
     Question,
-    allowed_in,
     choose,
     harm_of,
     is_low,
     is_solved,
     is_within,
+    priced,
     share_in_4_bits,
 )
 from scrimp.planner.precision.policies import costs_of, is_per_gemm
@@ -106,7 +106,7 @@ def _by_rule(question: Question) -> NDArray[np.int64] | None:
     # It says what runs in 4 bits; of wider formats the budget asks for none, so that each takes its best.
     costs = costs_of(question.policy, profile, weights=question.weights, method=question.method)
     low = is_low(profile.formats)
-    wide = np.where(allowed_in(question) & ~low, costs.reshape(*rule.shape, -1), np.inf)
+    wide = np.where(low, np.inf, priced(question, costs.reshape(*rule.shape, -1)))
     return np.where(low[rule] | np.isinf(wide).all(axis=2), rule, wide.argmin(axis=2))
 
 
