@@ -187,7 +187,10 @@ def test_as_many_devices_on_other_nodes_are_refused(tmp_path: Path) -> None:
 
 def test_hardware_that_is_this_machine_is_not_refused(tmp_path: Path) -> None:
     here = device(2)
-    refuse_other_hardware(load_hardware(own_hardware(tmp_path, here.name)), here, FILE)
+    cluster = load_hardware(own_hardware(tmp_path, here.name))
+    refuse_other_hardware(cluster, here, FILE)
+    with pytest.raises(PlanError, match="other hardware"):
+        refuse_other_hardware(cluster, device(4), FILE)
 
 
 @pytest.mark.slow

@@ -86,7 +86,8 @@ class Plan:
     out: Path | None = None
     """Write the measured plan of precision here, as JSON."""
     hardware: str | None = None
-    """Find the fastest layouts on hardware that is not here: h100, 8xh100, 128x8xh100, or a TOML file of a cluster."""
+    """Find the fastest layouts on hardware that is not here: h100, 8xh100, 128x8xh100, or a TOML file of a
+    node or a cluster."""
     shape: Annotated[Path | None, arg(name="model.shape")] = None
     """With --hardware: a TOML file of the model's shape, instead of a preset."""
     objective: Literal["step-time", "cost", "smallest-cluster", "longest-context", "largest-model"] = (

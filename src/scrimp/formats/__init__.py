@@ -6,7 +6,8 @@ says which operand of which GEMM is quantized how. The names and sizes alone, wi
 """
 
 from scrimp.formats.noise import Noise
-from scrimp.formats.quantize import FakeQuantized, QuantizedTensor, fake_quantize, project, quantize
+from scrimp.formats.quantize import fake_quantize, project, quantize
+from scrimp.formats.quantized import FakeQuantized, QuantizedTensor
 from scrimp.precision import RECIPES, GemmRecipe, Operand, Recipe, recipe
 
 __all__ = [

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from scrimp.formats.grouping import cut
-from scrimp.formats.quantize import INNER_GROUP, FakeQuantized
+from scrimp.formats.quantized import INNER_GROUP, FakeQuantized
 from scrimp.gemm.problem import AXES, COLUMNS, ROWS
 
 CHUNK_NUMBERS = {"cpu": 2**20, "cuda": 2**24}

@@ -22,7 +22,8 @@ from scrimp.formats import scales as scale_rules
 from scrimp.formats.codes import FLOAT8
 from scrimp.formats.grouping import Groups
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
-from scrimp.formats.quantize import INEXACT_IN_BF16, FakeQuantized, rotated_whole
+from scrimp.formats.quantize import rotated_whole
+from scrimp.formats.quantized import INEXACT_IN_BF16, FakeQuantized
 from scrimp.formats.scales import GroupScales
 from scrimp.gemm.backends.block_sums import sum_of_blocks
 from scrimp.gemm.backends.reference import (

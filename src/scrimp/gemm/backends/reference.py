@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from scrimp.formats import QuantizedTensor, fake_quantize
-from scrimp.formats.quantize import INEXACT_IN_BF16, FakeQuantized
+from scrimp.formats.quantized import INEXACT_IN_BF16, FakeQuantized
 from scrimp.gemm.backends.base import Backend
 from scrimp.gemm.backends.block_sums import add_scaled, sum_of_blocks
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, multiply

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from scrimp.formats import QuantizedTensor
-from scrimp.formats.quantize import INEXACT_IN_BF16
+from scrimp.formats.quantized import INEXACT_IN_BF16
 from scrimp.gemm.backends import NumbaBackend
 from scrimp.gemm.backends.reference import ReferenceOperand
 from scrimp.gemm.problem import Shape, Use

@@ -53,11 +53,7 @@ def standing_for(
     with contextlib.ExitStack() as stack:
         if device == "cuda":
             stack.enter_context(functions.plain_operations(fused_norm, compiled=compiled))
-            for sizes in (
-                cross_entropy.BLOCK_ELEMENTS,
-                grouping.PIECE_ELEMENTS,
-                flash.WORKSPACE_BYTES,
-            ):
+            for sizes in (cross_entropy.BLOCK_ELEMENTS, grouping.PIECE_ELEMENTS, flash.WORKSPACE_BYTES):
                 stack.enter_context(with_entry(sizes, sizes["cuda"]))
             stack.enter_context(with_entry(flash.STAND_IN, gpu or flash.Gpu()))
             if not fuses_attention:
