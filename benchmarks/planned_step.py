@@ -7,8 +7,9 @@ Method    One model in bf16 and one per recipe on the same batch: forward and ba
           ratio is the median of the ratios to the bf16 step of the same round. The first round, in which
           back ends tune themselves and Numba compiles, is dropped. On a CPU each recipe runs twice, quantized by
           torch's operators (reference) and by compiled kernels (numba).
-Compute   `--compute fp32`: blocks, head and products in float32, beside a model in float32, for CPUs without units for
-          bf16, where its products take many times as long.
+Units     On a CPU without units for bf16 everything runs with products in float32, as a run there has it
+          (`scrimp.gemm.cpu_products`). Before, the first model takes its steps with torch's own.
+Compute   `--compute fp32`: blocks, head and products in float32, beside a model in float32.
 Switch    A model in fp8 gives every second layer fp4: seconds for `replan` itself, then the step after it
           against the steps before. Eager, and with every block compiled, where new graphs are
           counted; beside it what compiling the blocks took at the start, as a static plan would again.
@@ -36,6 +37,7 @@ from scrimp.config import Config, ModelConfig, TrainConfig, preset, resolve
 from scrimp.data import Batch
 from scrimp.gemm import LinearPrecision, backends_for
 from scrimp.gemm.backends.numba import has_numba
+from scrimp.gemm.cpu_products import has_bf16_units, widen_bf16_products
 from scrimp.models.initialise import initialise
 from scrimp.planner import Figures, build_plan
 from scrimp.planner.memory.placement import Placement
@@ -190,8 +192,18 @@ def measure_steps(options: argparse.Namespace) -> list[StepResult]:
     if options.compile:
         for executable, _ in models.values():
             compile_blocks(executable.model)
+    own = []
+    if options.device == "cpu" and not has_bf16_units():
+        own = [step(*models[base]) for _ in range(options.repeats + 1)][1:]
+        widen_bf16_products()
     rounds = [{key: step(*model) for key, model in models.items()} for _ in range(options.repeats + 1)][1:]
-    return [StepResult(*key, [r[key] for r in rounds], [r[key] / r[base] for r in rounds]) for key in models]
+    found = [StepResult(*key, [r[key] for r in rounds], [r[key] / r[base] for r in rounds]) for key in models]
+    if own:
+        usual = statistics.median(r[base] for r in rounds)
+        found.insert(
+            1, StepResult(options.compute, "torch's own products", own, [one / usual for one in own])
+        )
+    return found
 
 
 def measure_switch(options: argparse.Namespace, mode: str) -> SwitchResult:

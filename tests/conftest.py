@@ -26,6 +26,13 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_configure() -> None:
+    """As every run on a CPU: where there are no units for bf16, torch's own products take minutes of these tests."""
+    from scrimp.gemm.cpu_products import widen_bf16_products  # Triton's interpreter is asked for above
+
+    widen_bf16_products()
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where a test is marked `every(n)`, all of its cases but each n-th are slow."""

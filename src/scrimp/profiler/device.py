@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from scrimp.errors import DeviceError
+from scrimp.gemm.cpu_products import widen_bf16_products
 from scrimp.host_memory import host_memory_available
 from scrimp.launchers import num_cores
 from scrimp.world import ALONE, World, ranks_text
@@ -55,6 +56,8 @@ class Device:
 
 def resolve_device(name: str, world: World = ALONE) -> Device:
     """The device called `name`: auto, cpu, cuda or cuda:N.
+
+    A CPU without units for bf16 multiplies it in float32 from now on (`scrimp.gemm.cpu_products`).
 
     Args:
         world: ranks that compute together, each on a device of its own.
@@ -126,6 +129,7 @@ def _cuda(index: int, reason: str) -> Device:
 
 
 def _cpu(reason: str) -> Device:
+    widen_bf16_products()
     return Device(torch.device("cpu"), _cpu_name(), host_memory_available(), reason)
 
 

@@ -53,7 +53,7 @@ SIZES = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of the products; smaller ones leave multiprocessors of a large GPU idle."""
 _SMALLEST = 128
 _LONGEST_S = 0.05
-"""On a CPU sizes double up to here: one without units for bf16 takes two seconds for a product of 1,024."""
+"""On a CPU sizes double up to here: torch takes two seconds for a product of 1,024 in bf16 without units for it."""
 IN_A_ROW = {"cpu": 1, "cuda": 10}
 ROUNDS = 3
 """At least so many of each format; more within `_SECONDS`."""

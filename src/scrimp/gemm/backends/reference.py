@@ -29,6 +29,7 @@ from scrimp.formats import QuantizedTensor, fake_quantize
 from scrimp.formats.quantized import INEXACT_IN_BF16, FakeQuantized
 from scrimp.gemm.backends.base import Backend
 from scrimp.gemm.backends.block_sums import add_scaled, sum_of_blocks
+from scrimp.gemm.cpu_products import has_bf16_units
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, multiply
 from scrimp.precision import HIGH_PRECISION
 
@@ -131,6 +132,4 @@ def bf16_product(a: Tensor, a_axis: int, b: Tensor, b_axis: int) -> Tensor:
 
 def multiplies_bf16_fast(device: torch.device) -> bool:
     """Whether bf16 products run on matrix units here."""
-    if device.type == "cpu":
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return True
+    return device.type != "cpu" or has_bf16_units()

@@ -17,7 +17,7 @@ Method   What the source allows at most. With M x K times K x N, t threads, L th
          Each thread has one block of each operand, all of them no larger than the cache. R is the left operand's rows
          where they are copied, S the sums of a block where K is cut. Above K = 1,024 AMX's threads sum all of their
          part of the result. Where there is too little work for all threads, each may take a part of K and sum all of
-         the result. Without AVX512 torch's own kernel runs, which takes nothing.
+         the result. Without AVX512 oneDNN multiplies nothing.
 Limits   Upper bounds for sides of 16 or more; below, 9 of 3,366 products took up to 45 kB more. On two threads of a
          processor with AMX and L = 2 MiB they are 0.06 to 0.08 MB too high (median) up to K = 1,024, and 1.3 to 1.6 MB
          above, at most 13 MB; with AVX512's bf16 and L = 1 MiB 0.05 MB, at most 2.5 MB. AMX with another
@@ -34,6 +34,8 @@ from functools import cache
 from typing import Literal
 
 import torch
+
+from scrimp.gemm.cpu_products import has_bf16_units
 
 Unit = Literal["amx", "avx512_bf16", "avx512", "none"]
 """What a processor multiplies bf16 with, as far as oneDNN tells it apart."""
@@ -64,7 +66,7 @@ def unit_here() -> Unit:
 
 
 def _unit_of_processor() -> Unit:
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not has_bf16_units():
         return "none"
     if torch.cpu._is_amx_tile_supported():
         return "amx"

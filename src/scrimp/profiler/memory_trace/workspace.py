@@ -11,6 +11,9 @@ CPU     Operators on numbers of two widths first copy the narrower operands to t
 
             pack      4 B N T K + 2 t k K, and where K is odd one column more of each query, key and value
 
+        Where a CPU has no units for bf16 (`scrimp.gemm.cpu_products`), products and attention in bf16 hold all operands
+        and results in fp32 beside them, and attention's tiles in fp32 alone.
+
         Products in bf16 take what `products` says. In attention's backward pass each thread multiplies its own tiles,
         and takes that once for itself. A matrix of 60 x 60 numbers or more that lies transposed is copied through a
         tile of 60 x 60, also where a product is added to it.
@@ -28,12 +31,13 @@ Checked tests/profiler/memory_trace/test_tracker.py: the CPU's against torch's p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from scrimp.gemm.cpu_products import widens_bf16_products
 from scrimp.models.flash import Heads, most_backward_bytes
 from scrimp.profiler.memory_trace.products import product_bytes, unit_here
 
@@ -53,6 +57,10 @@ _PRODUCTS = {
     _aten.addmm_.default: 1,
 }
 """Operator to place of the left operand."""
+_BATCHED = {_aten.bmm.default: 0, _aten.bmm.out: 0, _aten.baddbmm.default: 1, _aten.baddbmm.out: 1}
+_WIDENED = _PRODUCTS | _BATCHED
+_IN_PLACE = {_aten.mm.out, _aten.addmm.out, _aten.addmm_.default, _aten.bmm.out, _aten.baddbmm.out}
+"""Operators whose result is there before."""
 _COPIES = (_aten.copy_.default, _aten._foreach_copy_.default)
 _COPIED_AT_ONCE = 60 * 60
 _KEYS = 512
@@ -71,7 +79,10 @@ def cpu_workspace(operator: Any, args: Any, named: Any) -> int:
     """Bytes that a CPU kernel takes."""
     if operator is _FLASH or operator is _FLASH_BACKWARD:
         is_backward = operator is _FLASH_BACKWARD
-        return _cpu_attention(*args[1:3] if is_backward else args[:2], is_backward=is_backward)
+        query, key, value = args[is_backward : is_backward + 3]
+        return _cpu_attention(query, key, value, named, is_backward=is_backward)
+    if widens_bf16_products() and operator in _WIDENED:
+        return _wide_product(operator, args)
     if operator in _PRODUCTS:
         place = _PRODUCTS[operator]
         return max(_product(*args[place:][:2]), _transposed(args[0]) if place else 0)
@@ -128,12 +139,40 @@ def _product(left: Tensor, right: Tensor) -> int:
     return product_bytes(m, n, k, unit_here(), torch.get_num_threads(), transposed=transposed)
 
 
-def _cpu_attention(query: Tensor, key: Tensor, *, is_backward: bool) -> int:
+def _wide_product(operator: Any, args: tuple[Tensor, ...]) -> int:
+    """What a product of bf16 matrices takes that is made in fp32."""
+    place = _WIDENED[operator]
+    left, right = args[place : place + 2]
+    if left.dtype != torch.bfloat16:
+        return _transposed(args[0]) if place else 0
+    made = left.numel() // max(left.shape[-1], 1) * right.shape[-1]
+    is_there = operator in _IN_PLACE
+    return _rounded(args[: place + 2], made, 0) + (2 * made if is_there else 0)
+
+
+def _rounded(operands: Iterable[Tensor], made: int, inside: int) -> int:
+    """Beside a result of `made` numbers in bf16: fp32 copies of operands while it is made in fp32, then it in both."""
+    wide = 4 * sum(x.numel() for x in operands) + inside
+    return max(wide + 4 * made, 6 * made) - 2 * made
+
+
+def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, named: Any, *, is_backward: bool) -> int:
     length, head_size = query.shape[2:]
     queries = 256 if length >= 768 else 64 if length >= 192 else 32
     queries, keys = min(queries, length), min(_KEYS, key.shape[2])
     tiles = 2 if is_backward else 1
     numbers = tiles * queries * keys + (queries if is_backward else queries * (2 + head_size))
+    if query.dtype == torch.bfloat16 and widens_bf16_products():
+        operands = [
+            query,
+            key,
+            value,
+            *[query, query] * is_backward,
+            *(x for x in named.values() if isinstance(x, Tensor)),
+        ]
+        results = operands[: 3 if is_backward else 1]  # as large as these
+        tile_bytes = 4 * torch.get_num_threads() * numbers
+        return _rounded(operands, sum(x.numel() for x in results), tile_bytes)
     reduced = tiles * queries * keys * query.itemsize if query.itemsize < 4 else 0
     found = torch.get_num_threads() * (4 * numbers + reduced)
     if query.dtype != torch.bfloat16:
