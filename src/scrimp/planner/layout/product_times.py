@@ -84,12 +84,11 @@ def product_seconds(linear: LinearSpec, gemm: str, recipe: str, setting: Setting
         rows = setting.tokens * linear.chosen * layout.etp / (layout.tp * count)
     elif linear.cut is None and setting.sequence_parallel:
         rows /= layout.tp
-    pieces = [outputs * share for share in _shares(linear, setting)]
+    pieces = [outputs * share for share in output_shares(linear, setting)]
     read = inputs if gemm == "fprop" else outputs
     if gemm == "wgrad":
-        summed = gradient_sums(setting) * inputs * count
         found = sum(
-            kernels.product(one, inputs, rows, recipe, count=count, extra=summed * one) for one in pieces
+            summed_product(one, inputs, rows, recipe, setting, kernels, count=count) for one in pieces
         )
     else:
         sizes = [(one, inputs) if gemm == "fprop" else (inputs, one) for one in pieces]
@@ -105,7 +104,7 @@ def product_seconds(linear: LinearSpec, gemm: str, recipe: str, setting: Setting
         found += kernels.moved(setting.software.transposed_weight_bytes * outputs * inputs * count, kernels=0)
     fused = is_expert and setting.execution.fused_experts
     is_written = fused and linear.cut == ("inputs" if gemm == "fprop" else "outputs")
-    each = _WRITTEN_BYTES if is_written else _quantize_bytes(setting, recipe)
+    each = _WRITTEN_BYTES if is_written else quantize_bytes(setting, recipe)
     fixed = setting.software.quantize_seconds * (1 if fused else count)
     return found + kernels.moved(each * rows * count * read) + fixed
 
@@ -120,22 +119,35 @@ def made_head(recipe: str, gemm: str, read: float, setting: Setting, kernels: Ke
         return kernels.moved(x * tokens * D + y * tokens * V + w * V * D, kernels=int(launches))
     if recipe in HIGH_PRECISION or gemm == "wgrad":
         return 0.0
-    return kernels.moved(_quantize_bytes(setting, recipe) * tokens * read)
+    return kernels.moved(quantize_bytes(setting, recipe) * tokens * read)
 
 
-def _shares(linear: LinearSpec, setting: Setting) -> list[float]:
+def output_shares(linear: LinearSpec, setting: Setting) -> list[float]:
     """Parts of a layer's outputs that are products of their own."""
     if setting.software.stacks_layers or linear.experts > 1 or not linear.rows:
         return [1.0]
     return [one / linear.outputs for one in linear.rows]
 
 
-def _quantize_bytes(setting: Setting, recipe: str) -> float:
+def quantize_bytes(setting: Setting, recipe: str) -> float:
+    """Bytes for each number of an operand that is quantized in a pass, by a program that was not counted by recipe."""
     software = setting.software
     in_blocks = kind_of(recipe, setting.device) in ("fp8_block", "mxfp8")
     return software.quantize_block_bytes if in_blocks else software.quantize_bytes
 
 
-def gradient_sums(setting: Setting) -> float:
-    """Bytes for each number of a weight that adding up its gradient moves in one pass."""
-    return setting.software.gradient_sum_bytes
+def summed_product(
+    rows: float,
+    columns: float,
+    inner: float,
+    recipe: str,
+    setting: Setting,
+    kernels: Kernels,
+    *,
+    count: int = 1,
+) -> float:
+    """A product that makes the gradient of a weight, and its sum with what passes before have made."""
+    moved = setting.software.gradient_sum_bytes * rows * columns * count
+    if setting.software.sums_apart:
+        return kernels.product(rows, columns, inner, recipe, count=count) + kernels.moved(moved)
+    return kernels.product(rows, columns, inner, recipe, count=count, extra=moved)

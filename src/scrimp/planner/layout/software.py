@@ -213,6 +213,12 @@ class Software:
     shards_over_copies: bool
     """Whether copies share optimizer states (a distributed optimizer)."""
 
+    @property
+    def sums_apart(self) -> bool:
+        """Whether a kernel of its own adds a gradient to its sum after the product that made it, as autograd does; else
+        the product reads and writes the sum itself, or is taken to."""
+        return self.name in OWN
+
     def made(self, recipe: str, gemm: str, *, units: bool) -> tuple[float, float, float, float] | None:
         """What the operands of a product take, as `quantize` says; None: it does not.
 

@@ -1,0 +1,338 @@
+"""What each pass of a step takes above its floor, and Scrimp's step beside LLMQ's in the same model of time.
+
+Question  Which passes would kernels of our own shorten, by how much, and how good can they become? How does the step
+          stand beside that of LLMQ, the fastest published one on cards of this size?
+Method    `scrimp.planner.layout.step_account`: bytes, FLOPs and seconds of every pass, and those of ideal regions.
+          Of Scrimp as it runs today (`softwares/scrimp-today.toml`: bytes counted from its code; attention by
+          FlashAttention-2, which is deterministic), of Scrimp as it is predicted (`scrimp.toml`: one kernel for each
+          pass), and of LLMQ (`llmq.toml`: read in its source). Launches of today's step are counted here: operators of
+          the update, of sums and of the loss, kernels of a compiled block as Inductor fuses it.
+          A ratio is sure where it keeps its sign with every constant moved by 15 %, one after the other: rates of the
+          card, and figures of either program.
+Limits    Counted and predicted: nothing is measured here. One device, dense models, nothing on the host: LLMQ's rows of
+          7B and 14B that send residuals or states to the host are counted without.
+Run       python benchmarks/step_account.py                                        # LLMQ's table for one H100
+          python benchmarks/step_account.py --models qwen2.5-7b --hardware rtx4090 --micro-batch 4 --recompute full
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from environment import RESULTS, facts, markdown_table, write_pair
+from rich.console import Console
+from torch import nn
+
+from scrimp.config import OptimizerConfig, preset
+from scrimp.config.resolved import ResolvedLayout
+from scrimp.models import spec_of
+from scrimp.models.shapes import sizes_of
+from scrimp.objectives.cross_entropy import cross_entropy_sums
+from scrimp.optim import AdamW
+from scrimp.optim.update import PIECE_ELEMENTS
+from scrimp.planner.hardware import Cluster, load_hardware
+from scrimp.planner.layout.setting import Setting
+from scrimp.planner.layout.software import Software, in_states, software
+from scrimp.planner.layout.state_formats import StateFormats
+from scrimp.planner.layout.step_account import Above, above_floor, floor_of, passes_of
+from scrimp.profiler.counted_step import KernelCounter, count_block
+
+Case = tuple[str, str, int, str]
+"""Model, format, micro-batch, and what is made again."""
+ROWS: tuple[Case, ...] = (
+    ("qwen2.5-0.5b", "bf16", 32, "none"),
+    ("qwen2.5-0.5b", "fp8_tensor", 32, "none"),
+    ("qwen2.5-0.5b", "fp8", 32, "none"),
+    ("qwen2.5-1.5b", "bf16", 32, "none"),
+    ("qwen2.5-1.5b", "fp8_tensor", 32, "none"),
+    ("qwen2.5-1.5b", "fp8", 32, "none"),
+    ("qwen2.5-3b", "bf16", 16, "none"),
+    ("qwen2.5-3b", "fp8_tensor", 16, "none"),
+    ("qwen2.5-3b", "fp8", 16, "none"),
+    ("qwen2.5-7b", "bf16", 4, "none"),
+    ("qwen2.5-7b", "fp8_tensor", 16, "selective"),
+    ("qwen2.5-7b", "fp8", 16, "selective"),
+)
+"""LLMQ's table for one H100, with the nearest level of recomputation."""
+SEQUENCE, TOKENS = 1024, 524_288
+STATES = StateFormats(masters=False)
+"""LLMQ's: weights, gradients and moments in bf16."""
+MOVED = 0.15
+CHUNK = PIECE_ELEMENTS["cuda"]
+"""Numbers that today's updates and sums work on at once, on a GPU."""
+OF_PROGRAMS = (
+    "traffic",
+    "quantize_bytes",
+    "quantize_block_bytes",
+    "transposed_weight_bytes",
+    "bytes_per_logit",
+    "gradient_sum_bytes",
+    "optimizer_bytes",
+    "selective_products",
+)
+OF_CARDS = ("bf16", "fp8", "fp8_block", "attention_forward", "attention_backward", "memory")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting, in seconds of a step."""
+
+    model: str
+    precision: str
+    micro_batch: int
+    recompute: str
+    today: float
+    fused: float
+    floor: float
+    llmq: float
+    ratios: dict[str, tuple[float, float, float]]
+    """Of today, fused and floor over LLMQ: the ratio, and the least and most with a constant moved."""
+
+
+def main() -> None:
+    """Count, print, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", help="presets; unset: the rows of LLMQ's table")
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--hardware", default="h100")
+    parser.add_argument("--date", default=date.today().isoformat())
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    before = facts("torch")
+    cases = ROWS
+    if options.models:
+        cases = tuple(
+            (one, options.precision, options.micro_batch, options.recompute) for one in options.models
+        )
+    cluster = load_hardware(options.hardware)
+    rows = [row_of(case, cluster) for case in cases]
+    shown = [case for case in cases if case[0] == cases[-1][0]]
+    accounts = {case: above_floor(setting_of(case, today(), cluster)) for case in shown}
+    launches = {case: launches_of(case, cluster) for case in shown}
+    text = page(rows, accounts, launches, before, options.hardware)
+    record = {
+        "environment": before,
+        "hardware": options.hardware,
+        "rows": [asdict(row) for row in rows],
+        "accounts": {
+            " ".join(map(str, case)): [asdict(one) for one in found] for case, found in accounts.items()
+        },
+    }
+    path = write_pair(options.out, f"{options.date}-step-account-{options.hardware}", record, text)
+    Console().print(text, f"written: {path}", markup=False)
+
+
+def today() -> Software:
+    """Scrimp as it runs today."""
+    return dataclasses.replace(in_states(software("scrimp-today"), STATES), attention_kernel="flash-2")
+
+
+def setting_of(case: Case, program: Software, cluster: Cluster) -> Setting:
+    """A step of LLMQ's size."""
+    model, precision, micro_batch, recompute = case
+    return Setting(
+        model=sizes_of(spec_of(preset(model))),
+        cluster=cluster,
+        sequence=SEQUENCE,
+        global_batch=TOKENS // SEQUENCE,
+        micro_batch=micro_batch,
+        layout=ResolvedLayout(dp=1, fsdp=1),
+        software=program,
+        precision=precision,
+        recompute=recompute,
+    )
+
+
+def row_of(case: Case, cluster: Cluster) -> Row:
+    """All programs on one setting, and how sure their ratios are."""
+    ours = {"today": today(), "fused": in_states(software("scrimp"), STATES)}
+    ours["floor"] = ours["fused"]
+    theirs = software("llmq")
+
+    its_own = case if case[1] == "bf16" else (case[0], "fp8_tensor", *case[2:])
+
+    def seconds(name: str, program: Software, card: Cluster) -> float:
+        passes = floor_of if name == "floor" else passes_of
+        asked = its_own if name == "llmq" else case
+        return sum(one.seconds for one in passes(setting_of(asked, program, card)))
+
+    llmq = seconds("llmq", theirs, cluster)
+    taken, ratios = {}, {}
+    for name, program in ours.items():
+        taken[name] = seconds(name, program, cluster)
+        found = [taken[name] / llmq]
+        found += [
+            seconds(name, program, card) / seconds("llmq", theirs, card) for card in moved_cards(cluster)
+        ]
+        found += [seconds(name, one, cluster) / llmq for one in moved_programs(program)]
+        found += [taken[name] / seconds("llmq", one, cluster) for one in moved_programs(theirs)]
+        ratios[name] = found[0], min(found), max(found)
+    return Row(*case, taken["today"], taken["fused"], taken["floor"], llmq, ratios)
+
+
+def moved_cards(cluster: Cluster) -> Iterator[Cluster]:
+    """The card with one rate after the other moved up and down."""
+    group = cluster.groups[0]
+    device = group.node.device
+    for name in OF_CARDS:
+        share = getattr(device.achieved, name)
+        for factor in (1 - MOVED, 1 + MOVED):
+            if share is not None:
+                achieved = dataclasses.replace(device.achieved, **{name: share * factor})
+                node = dataclasses.replace(group.node, device=dataclasses.replace(device, achieved=achieved))
+                yield dataclasses.replace(cluster, groups=(dataclasses.replace(group, node=node),))
+
+
+def moved_programs(program: Software) -> Iterator[Software]:
+    """A program with one figure after the other moved up and down."""
+    for factor in (1 - MOVED, 1 + MOVED):
+        for name in OF_PROGRAMS:
+            yield dataclasses.replace(program, **{name: getattr(program, name) * factor})
+        counted = tuple(
+            (name, tuple((launches, factor * x, factor * y, factor * w) for launches, x, y, w in figures))
+            for name, figures in program.quantize
+        )
+        yield dataclasses.replace(program, quantize=counted)
+
+
+def launches_of(case: Case, cluster: Cluster) -> dict[str, float]:
+    """Launches of Scrimp's step today, by pass: those that its account has, and those that are counted here."""
+    setting = setting_of(case, today(), cluster)
+    found = {one.name: one.launches for one in passes_of(setting)}
+    update, total, loss, forward, backward = counted_launches()
+    blocks, passes = len(setting.model.blocks), setting.micro_batches
+    matrices = [linear.parameters for block in setting.model.blocks for linear in block.linears]
+    matrices.append(setting.model.head_parameters)
+    pieces = sum(math.ceil(one / CHUNK) for one in matrices)
+    chunks = math.ceil(setting.tokens / (setting.software.loss_tokens or setting.tokens))
+    return found | {
+        "update": update * pieces,
+        "sums of gradients": total * pieces * passes,
+        "loss": loss * chunks * passes,
+        "norms, gates, rotation": (forward + backward) * blocks * passes,
+    }
+
+
+@cache
+def counted_launches() -> tuple[int, int, int, int, int]:
+    """Of an update and a sum of `CHUNK` numbers, a chunk of the loss, and both passes of a compiled block of Llama
+    without products and attention."""
+    weight = nn.Parameter(torch.randn(1024, CHUNK // 1024).bfloat16())
+    optimizer = AdamW({"weight": weight}, dataclasses.replace(OptimizerConfig(), master_weights=False))
+    update = total = 0
+    for _ in range(2):  # the first one makes the states
+        with patch.dict(PIECE_ELEMENTS, cpu=CHUNK), KernelCounter() as counter:
+            first, second = (_backward(weight, counter) for _ in range(2))
+            norm = optimizer.gradient_norm()
+            optimizer.clip(norm, norm / 2)
+            optimizer.step(0.01)
+            update, total = counter.take().launches, second - first
+        optimizer.zero_grad()
+    hidden = torch.randn(64, 16).bfloat16().requires_grad_()
+    head = torch.randn(1024, 16).bfloat16().requires_grad_()
+    with KernelCounter() as counter:
+        cross_entropy_sums(hidden, head, torch.arange(64)).total.backward()
+        loss = counter.take()
+    block = count_block(preset("llama-3m"), compiled=True)
+    kernels = [one.launches - one.product_launches - 1 for one in (block.forward, block.backward)]
+    return update, total, loss.launches - loss.product_launches, kernels[0], kernels[1]
+
+
+def _backward(weight: nn.Parameter, counter: KernelCounter) -> int:
+    (weight * 1.0).sum().backward()
+    return counter.take().launches
+
+
+def page(
+    rows: list[Row],
+    accounts: dict[Case, list[Above]],
+    launches: dict[Case, dict[str, float]],
+    environment: dict[str, Any],
+    hardware: str,
+) -> str:
+    """The result as Markdown."""
+    text = [
+        "# The step above its floor",
+        "",
+        f"One {hardware}, {TOKENS:,} tokens a step, sequences of {SEQUENCE:,}, weights and moments in bf16. Counted "
+        "and predicted, not measured; how: the docstring of `benchmarks/step_account.py`.",
+        "",
+        f"- command: {environment['command']}",
+        f"- commit: {environment['commit']}",
+        "",
+        "Seconds of a step. Ratios to LLMQ, in brackets with each constant moved by 15 % in turn:",
+        "",
+        *markdown_table(
+            (
+                "model",
+                "format",
+                "micro-batch",
+                "made again",
+                "today",
+                "one kernel a pass",
+                "floor",
+                "LLMQ",
+                "today / LLMQ",
+                "one kernel a pass / LLMQ",
+                "floor / LLMQ",
+            ),
+            [
+                (
+                    row.model,
+                    row.precision,
+                    str(row.micro_batch),
+                    row.recompute,
+                    *(f"{one:.2f}" for one in (row.today, row.fused, row.floor, row.llmq)),
+                    *(
+                        "{:.2f} ({:.2f} to {:.2f})".format(*row.ratios[one])
+                        for one in ("today", "fused", "floor")
+                    ),
+                )
+                for row in rows
+            ],
+        ),
+    ]
+    for case, found in accounts.items():
+        model, precision, micro_batch, recompute = case
+        step = sum(one.taken.seconds for one in found)
+        text += [
+            "",
+            f"{model} in {precision}, micro-batches of {micro_batch}, made again: {recompute}; today {step:.2f} s:",
+            "",
+            *markdown_table(
+                ("pass", "launches", "GB", "floor, GB", "TFLOP", "s", "floor, s", "above, s", "of the step"),
+                [
+                    (
+                        one.taken.name,
+                        f"{launches[case].get(one.taken.name, 0):,.0f}",
+                        f"{one.taken.moved / 1e9:,.0f}",
+                        f"{one.floor.moved / 1e9:,.0f}",
+                        f"{one.taken.flops / 1e12:,.0f}",
+                        f"{one.taken.seconds:.2f}",
+                        f"{one.floor.seconds:.2f}",
+                        f"{one.seconds:+.2f}",
+                        f"{one.seconds / step:+.1%}",
+                    )
+                    for one in found
+                ],
+            ),
+        ]
+    return "\n".join([*text, ""])
+
+
+if __name__ == "__main__":
+    main()
