@@ -5,8 +5,9 @@ Question  Which passes would kernels of our own shorten, by how much, and how go
 Method    `scrimp.planner.layout.step_account`: bytes, FLOPs and seconds of every pass, and those of ideal regions.
           Of Scrimp as it runs today (`softwares/scrimp-today.toml`: bytes counted from its code; attention by
           FlashAttention-2, which is deterministic), of Scrimp as it is predicted (`scrimp.toml`: one kernel for each
-          pass), and of LLMQ (`llmq.toml`: read in its source). Launches of today's step are counted here: operators of
-          the update, of sums and of the loss, kernels of a compiled block as Inductor fuses it.
+          pass), and of LLMQ (`llmq.toml`: read in its source), which has one scale a tensor in all of its 8 bits.
+          Launches of today's step are counted here: operators of the update and of the loss, kernels of a compiled
+          block as Inductor fuses it.
           A ratio is sure where it keeps its sign with every constant moved by 15 %, one after the other: rates of the
           card, and figures of either program.
 Limits    Counted and predicted: nothing is measured here. One device, dense models, nothing on the host: LLMQ's rows of
@@ -69,7 +70,7 @@ STATES = StateFormats(masters=False)
 """LLMQ's: weights, gradients and moments in bf16."""
 MOVED = 0.15
 CHUNK = PIECE_ELEMENTS["cuda"]
-"""Numbers that today's updates and sums work on at once, on a GPU."""
+"""Numbers that today's updates work on at once, on a GPU."""
 OF_PROGRAMS = (
     "traffic",
     "quantize_bytes",
@@ -213,7 +214,7 @@ def launches_of(case: Case, cluster: Cluster) -> dict[str, float]:
     """Launches of Scrimp's step today, by pass: those that its account has, and those that are counted here."""
     setting = setting_of(case, today(), cluster)
     found = {one.name: one.launches for one in passes_of(setting)}
-    update, total, loss, forward, backward = counted_launches()
+    update, loss, forward, backward = counted_launches()
     blocks, passes = len(setting.model.blocks), setting.micro_batches
     matrices = [linear.parameters for block in setting.model.blocks for linear in block.linears]
     matrices.append(setting.model.head_parameters)
@@ -221,26 +222,26 @@ def launches_of(case: Case, cluster: Cluster) -> dict[str, float]:
     chunks = math.ceil(setting.tokens / (setting.software.loss_tokens or setting.tokens))
     return found | {
         "update": update * pieces,
-        "sums of gradients": total * pieces * passes,
         "loss": loss * chunks * passes,
         "norms, gates, rotation": (forward + backward) * blocks * passes,
     }
 
 
 @cache
-def counted_launches() -> tuple[int, int, int, int, int]:
-    """Of an update and a sum of `CHUNK` numbers, a chunk of the loss, and both passes of a compiled block of Llama
+def counted_launches() -> tuple[int, int, int, int]:
+    """Of an update of `CHUNK` numbers, a chunk of the loss, and both passes of a compiled block of Llama
     without products and attention."""
     weight = nn.Parameter(torch.randn(1024, CHUNK // 1024).bfloat16())
     optimizer = AdamW({"weight": weight}, dataclasses.replace(OptimizerConfig(), master_weights=False))
-    update = total = 0
+    update = 0
     for _ in range(2):  # the first one makes the states
         with patch.dict(PIECE_ELEMENTS, cpu=CHUNK), KernelCounter() as counter:
-            first, second = (_backward(weight, counter) for _ in range(2))
+            (weight * 1.0).sum().backward()
+            counter.take()
             norm = optimizer.gradient_norm()
             optimizer.clip(norm, norm / 2)
             optimizer.step(0.01)
-            update, total = counter.take().launches, second - first
+            update = counter.take().launches
         optimizer.zero_grad()
     hidden = torch.randn(64, 16).bfloat16().requires_grad_()
     head = torch.randn(1024, 16).bfloat16().requires_grad_()
@@ -249,12 +250,7 @@ def counted_launches() -> tuple[int, int, int, int, int]:
         loss = counter.take()
     block = count_block(preset("llama-3m"), compiled=True)
     kernels = [one.launches - one.product_launches - 1 for one in (block.forward, block.backward)]
-    return update, total, loss.launches - loss.product_launches, kernels[0], kernels[1]
-
-
-def _backward(weight: nn.Parameter, counter: KernelCounter) -> int:
-    (weight * 1.0).sum().backward()
-    return counter.take().launches
+    return update, loss.launches - loss.product_launches, kernels[0], kernels[1]
 
 
 def page(

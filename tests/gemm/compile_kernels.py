@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from scrimp.gemm.kernels import block_scaled, fake_quantize, matmul, rows, tiles
+from scrimp.gemm.kernels import block_scaled, fake_quantize, matmul, rounded_sums, rows, tiles
 from scrimp.gemm.kernels.launch import WARPS_NEAREST, WARPS_STOCHASTIC
 
 E4M3 = {"ELEMENT": (448.0, 3, -6)}
@@ -32,6 +32,8 @@ TYPES = {
     **dict.fromkeys(("maxima", "row_maxima", "column_maxima"), "*i32"),
     "c": "*bf16",
 }
+ANY_NUMBER = ("first_row", "first_column", "row_key", "column_key")
+"""Addresses and keys, which need be multiples of nothing."""
 
 
 def tile_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
@@ -145,6 +147,23 @@ def matmul_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, s
     return cases
 
 
+def sum_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
+    """Sums of gradients, of either type."""
+    size = {"ROWS": rounded_sums.ROWS, "COLUMNS": rounded_sums.COLUMNS}
+    types = {"total": "*bf16", **dict.fromkeys(ANY_NUMBER, "i64")}
+    return [
+        (
+            rounded_sums.add_rounded_kernel,
+            kind,
+            rounded_sums.WARPS,
+            3,
+            size,
+            {**types, "gradient": f"*{kind}"},
+        )
+        for kind in ("bf16", "fp32")
+    ]
+
+
 def compile_one(
     case: tuple[Any, str, int, int, dict[str, Any], dict[str, str]], capability: int
 ) -> dict[str, Any]:
@@ -159,7 +178,7 @@ def compile_one(
     attributes = {
         (index,): aligned
         for index, kind in enumerate(signature.values())
-        if kind[0] in "*i" and kind != "constexpr"
+        if kind[0] in "*i" and kind != "constexpr" and kernel.arg_names[index] not in ANY_NUMBER
     }
     source = ASTSource(kernel, signature, constants, attributes)
     options = {"num_warps": warps, "num_stages": stages}
@@ -196,7 +215,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def main(capability: int) -> None:
-    for case in (*tile_cases(), *row_cases(), *group_cases(), *matmul_cases()):
+    for case in (*tile_cases(), *row_cases(), *group_cases(), *sum_cases(), *matmul_cases()):
         print(json.dumps(compile_one(case, capability)), flush=True)
 
 

@@ -37,7 +37,7 @@ def names(cases: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [89, HOPPER, 100])
+@pytest.mark.parametrize("capability", [89, HOPPER, 100, 120])
 def test_every_kernel_compiles(capability: int) -> None:
     kernels = {case["kernel"] for case in compiled(capability)}
     assert kernels == {
@@ -48,6 +48,7 @@ def test_every_kernel_compiles(capability: int) -> None:
         "write_codes_kernel",
         "fake_quantize_kernel",
         "tensor_amax_kernel",
+        "add_rounded_kernel",
         "scaled_matmul_kernel",
     }
 

@@ -7,7 +7,7 @@ from allocator import allocator_peak
 from scrimp.formats import Noise
 from scrimp.optim.moments import MomentFormat, Moments
 from scrimp.optim.scratch import sum_scratch, update_scratch
-from scrimp.optim.targets import _add_rounded
+from scrimp.optim.targets import add_by_operators
 from scrimp.optim.update import PIECE_ELEMENTS, Step, update
 
 SHAPES = [(768, 128), (96, 704), (1000, 300), (50000,), (4, 40000)]
@@ -29,5 +29,5 @@ def test_an_update_takes_what_is_predicted(shape: tuple[int, ...], moments: Mome
 def test_a_rounded_sum_takes_what_is_predicted(shape: tuple[int, ...]) -> None:
     total = torch.randn(shape).to(torch.bfloat16)
     gradient = torch.randn_like(total)
-    real = allocator_peak(lambda: _add_rounded(total, gradient, Noise(1)))
+    real = allocator_peak(lambda: add_by_operators(total, gradient, Noise(1)))
     assert real <= sum_scratch(total, PIECE_ELEMENTS["cpu"]) <= 1.2 * real

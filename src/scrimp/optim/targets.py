@@ -7,7 +7,8 @@ Method   A target is what an update changes: the parameter itself or, with `mast
          freed: sums over micro-batches are exact to fp32, and bf16 gradients never exist all at once.
          After the step the parameter is the master rounded to nearest.
          Without master weights the sums of bf16 gradients are rounded stochastically from the second micro-batch
-         on: they are right on average.
+         on: they are right on average. On a GPU one kernel adds and rounds (`scrimp.gemm.kernels.rounded_sums`), where
+         it gave the operators' bits when it was tried.
 Ranks    Of a parameter that several ranks share (a DTensor) each updates the rows that lie there, by gradients that are
          reduced already: an update of elements needs nobody else. The norm is of all of them::
 
@@ -23,6 +24,7 @@ Checked  tests/optim/test_adamw.py
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 from abc import ABC, abstractmethod
@@ -35,6 +37,9 @@ from torch import Tensor, nn
 from scrimp.config import OptimizerConfig
 from scrimp.errors import ConfigError
 from scrimp.formats import Noise
+from scrimp.gemm import kernels
+from scrimp.gemm.backends.operands import has_triton
+from scrimp.gemm.kernels.launch import INPUT_TYPES
 from scrimp.optim.moments import as_matrix
 from scrimp.optim.stochastic_rounding import to_bf16
 from scrimp.optim.update import Workspace
@@ -266,7 +271,7 @@ class Targets(ABC):
             if rounded.sum is None:
                 rounded.sum = gradient
             else:
-                _add_rounded(rounded.sum, gradient, self._noise("sum", name, rounded.count))
+                add_rounded(rounded.sum, gradient, self._noise("sum", name, rounded.count))
 
         return hook
 
@@ -289,7 +294,32 @@ def _collect_into(slot: GradientSlot) -> Callable[[Tensor], None]:
 
 
 @torch.no_grad()
-def _add_rounded(total: Tensor, gradient: Tensor, noise: Noise) -> None:
+def add_rounded(total: Tensor, gradient: Tensor, noise: Noise) -> None:
+    """Add a gradient to a sum in bf16 in place, rounded stochastically: on a GPU by one kernel, which gives the same
+    bits."""
+    matrix = as_matrix(total)
+    added = gradient.reshape(matrix.shape)
+    are_plain = matrix.is_contiguous() and added.is_contiguous() and gradient.dtype in INPUT_TYPES
+    if total.is_cuda and are_plain and has_triton() and _is_kernel_right(total.device):
+        kernels.add_rounded(matrix, added, noise)
+    else:
+        add_by_operators(total, gradient, noise)
+
+
+@functools.cache
+def _is_kernel_right(device: torch.device) -> bool:
+    """Whether the kernel gives the operators' bits there, tried once in a process."""
+    generator = torch.Generator().manual_seed(0)
+    total, gradient = (torch.randn(37, 1031, generator=generator).to(device) for _ in range(2))
+    found, expected = total.bfloat16(), total.bfloat16()
+    kernels.add_rounded(found, gradient.bfloat16(), Noise(5, 3, 11))
+    add_by_operators(expected, gradient.bfloat16(), Noise(5, 3, 11))
+    return torch.equal(found, expected)
+
+
+@torch.no_grad()
+def add_by_operators(total: Tensor, gradient: Tensor, noise: Noise) -> None:
+    """The same by torch's operators, piece by piece."""
     work = Workspace(as_matrix(total), noise)
     added = gradient.reshape(work.matrix.shape)
     for place in work.places:

@@ -1,4 +1,4 @@
-"""Triton kernels: quantizers that read memory once, and the GEMM over their codes.
+"""Triton kernels: quantizers that read memory once, the GEMM over their codes, sums of gradients.
 
 The meaning of every number is `scrimp.formats`; these kernels give the same codes and scales, bit for
 bit. They run on CUDA devices from compute capability 8.9 on (FP8 conversions), and anywhere in
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from scrimp.gemm.kernels.block_scaled import quantize_blocks
     from scrimp.gemm.kernels.fake_quantize import fake_quantize_groups, tensor_amax
     from scrimp.gemm.kernels.matmul import scaled_matmul, tune, tuning_bytes
+    from scrimp.gemm.kernels.rounded_sums import add_rounded
     from scrimp.gemm.kernels.rows import quantize_rows, quantize_tensor
     from scrimp.gemm.kernels.tiles import quantize_tiles
 
@@ -30,6 +31,7 @@ __all__ = [
     "RowTiles",
     "ScaledRows",
     "WeightBlocks",
+    "add_rounded",
     "fake_quantize_groups",
     "quantize_blocks",
     "quantize_rows",
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "add_rounded": "rounded_sums",
     "fake_quantize_groups": "fake_quantize",
     "quantize_blocks": "block_scaled",
     "quantize_rows": "rows",

@@ -163,12 +163,26 @@ def round_stochastic(t, noise, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def uniform(row_hash, column_hash):
-    """`scrimp.formats.noise.combine`: 20-bit numbers in [0, 1) from int32 hashes."""
+def address_hash(address, key):
+    """`scrimp.formats.noise`: int32 hashes of int64 addresses, of rows by a key, of columns by its complement."""
+    x = (address * -7046029254386353131) ^ key
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return (x ^ ((x >> 31) & 0x1FFFFFFFF)).to(tl.int32)
+
+
+@triton.jit
+def element_hash(row_hash, column_hash):
+    """32 bits for each element, from int32 hashes of its row and column."""
     h = row_hash + column_hash
     h = (h ^ (h >> 15)) * 0x2C1B3C6D
-    h = (h ^ (h >> 12)) * 0x297A2D39
-    return (h >> 12).to(tl.float32) * 2.0**-20 + 0.5
+    return (h ^ (h >> 12)) * 0x297A2D39
+
+
+@triton.jit
+def uniform(row_hash, column_hash):
+    """`scrimp.formats.noise.combine`: 20-bit numbers in [0, 1) from int32 hashes."""
+    return (element_hash(row_hash, column_hash) >> 12).to(tl.float32) * 2.0**-20 + 0.5
 
 
 @triton.jit
@@ -214,3 +228,12 @@ def to_bfloat16(x):
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(x == x, rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def to_bfloat16_stochastic(x, hashes):
+    """float32 to a bfloat16 beside it by the high bits of hashes; what is not finite becomes NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + ((hashes >> 16) & 0xFFFF)) >> 16
+    is_finite = (bits & MAGNITUDE) < EXPONENT_FIELD
+    return tl.where(is_finite, rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)

@@ -150,6 +150,12 @@ def hashes(noise: Noise | None, rows: int, columns: int, like: Tensor) -> tuple[
     return noise.row_hashes(rows, like.device), noise.column_hashes(columns, like.device)
 
 
+def signed(key: int) -> int:
+    """The int64 with the bits of a 64-bit key."""
+    key &= (1 << 64) - 1
+    return key - (1 << 64) if key >> 63 else key
+
+
 def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, **constants: Any) -> None:
     """Launch a kernel on the device of its first argument.
 

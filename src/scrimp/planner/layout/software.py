@@ -72,8 +72,6 @@ class Software:
     """Whether each rank of tp works on the logits of all words."""
     gradient_sum_bytes: float
     """For each number of a weight, to add up its gradient in a pass, by the product itself."""
-    rounded_sum_bytes: float
-    """The same where the sum is in bf16 and rounded stochastically; 0: each is read and written once."""
     optimizer_bytes: float
     """For each number, to update it and to clip."""
     updates: tuple[tuple[str, float], ...]
@@ -294,7 +292,6 @@ def in_states(found: Software, states: StateFormats) -> Software:
             expected=f"software {', '.join(OWN)}",
             do="leave states out, or name one of these",
         )
-    sums = 0.0 if states.masters else found.rounded_sum_bytes
     update = dict(found.updates).get(states.name, states.update_bytes)
     return replace(
         found,
@@ -302,7 +299,7 @@ def in_states(found: Software, states: StateFormats) -> Software:
         state_bytes=states.state_bytes,
         master_bytes=states.master_bytes,
         held_gradient_bytes=states.gradient_bytes,
-        gradient_sum_bytes=sums or states.sum_bytes,
+        gradient_sum_bytes=states.sum_bytes,
         optimizer_bytes=update + states.clip_bytes,
     )
 
