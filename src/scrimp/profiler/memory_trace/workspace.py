@@ -146,8 +146,8 @@ def _wide_product(operator: Any, args: tuple[Tensor, ...]) -> int:
     if left.dtype != torch.bfloat16:
         return _transposed(args[0]) if place else 0
     made = left.numel() // max(left.shape[-1], 1) * right.shape[-1]
-    is_there = operator in _IN_PLACE
-    return _rounded(args[: place + 2], made, 0) + (2 * made if is_there else 0)
+    tile = 2 * _transposed(args[0]) if place else 0  # of what is added, widened before it is copied
+    return _rounded(args[: place + 2], made, tile) + (2 * made if operator in _IN_PLACE else 0)
 
 
 def _rounded(operands: Iterable[Tensor], made: int, inside: int) -> int:
