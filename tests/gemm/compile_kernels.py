@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from scrimp.gemm.kernels import block_scaled, fake_quantize, matmul, rounded_sums, rows, tiles
+from scrimp.gemm.kernels import block_scaled, fake_quantize, loss, matmul, rounded_sums, rows, tiles
 from scrimp.gemm.kernels.launch import WARPS_NEAREST, WARPS_STOCHASTIC
 
 E4M3 = {"ELEMENT": (448.0, 3, -6)}
@@ -147,21 +147,17 @@ def matmul_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, s
     return cases
 
 
-def sum_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
-    """Sums of gradients, of either type."""
-    size = {"ROWS": rounded_sums.ROWS, "COLUMNS": rounded_sums.COLUMNS}
-    types = {"total": "*bf16", **dict.fromkeys(ANY_NUMBER, "i64")}
-    return [
-        (
-            rounded_sums.add_rounded_kernel,
-            kind,
-            rounded_sums.WARPS,
-            3,
-            size,
-            {**types, "gradient": f"*{kind}"},
-        )
-        for kind in ("bf16", "fp32")
-    ]
+def other_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
+    """Sums of gradients, and the loss, of either type."""
+    cases: list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]] = []
+    for kind in ("bf16", "fp32"):
+        size = {"ROWS": rounded_sums.ROWS, "COLUMNS": rounded_sums.COLUMNS}
+        types = {"total": "*bf16", "gradient": f"*{kind}", **dict.fromkeys(ANY_NUMBER, "i64")}
+        cases.append((rounded_sums.add_rounded_kernel, kind, rounded_sums.WARPS, 3, size, types))
+        choice = {"TRAINING": True, "CHUNK": loss.CHUNK}
+        types = {"logits": f"*{kind}", "targets": "*i64", "losses": "*fp32", "z_loss": "fp32"}
+        cases.append((loss.cross_entropy_kernel, kind, loss.WARPS, 3, choice, types))
+    return cases
 
 
 def compile_one(
@@ -215,7 +211,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def main(capability: int) -> None:
-    for case in (*tile_cases(), *row_cases(), *group_cases(), *sum_cases(), *matmul_cases()):
+    for case in (*tile_cases(), *row_cases(), *group_cases(), *other_cases(), *matmul_cases()):
         print(json.dumps(compile_one(case, capability)), flush=True)
 
 

@@ -49,6 +49,7 @@ def test_every_kernel_compiles(capability: int) -> None:
         "fake_quantize_kernel",
         "tensor_amax_kernel",
         "add_rounded_kernel",
+        "cross_entropy_kernel",
         "scaled_matmul_kernel",
     }
 
@@ -62,7 +63,8 @@ def test_no_kernel_spills_registers_on_hopper_but_the_promotion_that_only_measur
 
 @pytest.mark.slow
 def test_quantizers_divide_exactly_and_flush_nothing() -> None:
-    quantizers = [case for case in compiled(HOPPER) if case["kernel"] != "scaled_matmul_kernel"]
+    others = ("scaled_matmul_kernel", "cross_entropy_kernel")  # the loss takes exponentials
+    quantizers = [case for case in compiled(HOPPER) if case["kernel"] not in others]
     assert not names([case for case in quantizers if case["div_approximate"] or case["flush"]])
     kernels = ("quantize_tiles_kernel", "quantize_rows_kernel", "write_codes_kernel")
     with_codes = [case for case in quantizers if case["kernel"] in kernels]

@@ -23,8 +23,10 @@ Types    GEMMs run in the compute type (autocast's, else that of h) or as a plan
 Memory   One chunk x V in the compute type: the logits become their own gradient in place, a
          block of rows at a time. Blocks are a matter of speed: on the CPU their float32
          copies stay in the cache (measured in docs/lab-log.md), on CUDA they are so large that
-         launching kernels should cost nothing (not measured). More tokens per chunk mean fewer
-         additions to the weight's gradient, which cost bf16 time (benchmarks/loss_memory.py).
+         launching kernels should cost nothing (not measured). There one kernel does it all where Triton is
+         (`scrimp.gemm.kernels.loss`), without copies, if it was right when it was tried; predictions of
+         seconds and memory still count the operators. More tokens per chunk mean fewer additions to the
+         weight's gradient, which cost bf16 time (benchmarks/loss_memory.py).
 Limits   One backward pass per forward pass, through both sums with equal weight; anything
          else is refused. No second derivatives.
 Checked  tests/objectives/test_cross_entropy.py
@@ -34,6 +36,7 @@ Shapes: S tokens (B*T), D width, V vocabulary; a chunk has Q of the S tokens, a 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -42,7 +45,9 @@ from torch.autograd.function import once_differentiable
 
 from scrimp.data import IGNORED
 from scrimp.formats.grouping import cut
-from scrimp.gemm import HeadGemms, PlannedLayer, compute_dtype
+from scrimp.gemm import HeadGemms, PlannedLayer, compute_dtype, kernels
+from scrimp.gemm.backends.operands import has_triton
+from scrimp.gemm.kernels.launch import INPUT_TYPES
 from scrimp.models.functions import at_least_float32, float32_or_wider
 from scrimp.objectives.base import LossSums
 from scrimp.objectives.cut_vocabulary import CutVocabulary
@@ -162,11 +167,27 @@ def _losses(
     rows = max(1, BLOCK_ELEMENTS.get(logits_QV.device.type, 2**26) // logits_QV.shape[1])
     if vocabulary is not None:
         return vocabulary.losses(logits_QV, targets_Q, real_Q1, z_loss, training, rows=rows)
+    if logits_QV.is_cuda and logits_QV.dtype in INPUT_TYPES and has_triton() and _is_right(logits_QV.device):
+        return kernels.cross_entropy(logits_QV, targets_Q, z_loss, training=training).sum(0)
     index_Q1 = targets_Q[:, None].clamp_min(0)
     sums_B2 = logits_QV.new_empty(-(-len(logits_QV) // rows), 2, dtype=float32_or_wider(logits_QV.dtype))
     for part in cut(len(logits_QV), rows):
         sums_B2[part.start // rows] = _block(logits_QV[part], index_Q1[part], real_Q1[part], z_loss, training)
     return sums_B2.sum(0)
+
+
+@functools.cache
+def _is_right(device: torch.device) -> bool:
+    """Whether the kernel gives the operators' losses and gradients there, tried once in a process."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(5, 9001, generator=generator)).to(device)
+    targets = torch.tensor([0, 9000, -1, 17, 4096], device=device)
+    index, real, operators = targets[:, None].clamp_min(0), (targets >= 0)[:, None], logits.clone()
+    expected = _block(operators, index, real, 1e-3, training=True)
+    found = kernels.cross_entropy(logits, targets, 1e-3, training=True).sum(0)
+    return torch.allclose(found, expected, rtol=1e-5) and torch.allclose(
+        logits, operators, rtol=1e-4, atol=1e-6
+    )
 
 
 def _block(logits_RV: Tensor, index_R1: Tensor, real_R1: Tensor, z_loss: float, training: bool) -> Tensor:

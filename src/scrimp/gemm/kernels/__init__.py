@@ -1,4 +1,4 @@
-"""Triton kernels: quantizers that read memory once, the GEMM over their codes, sums of gradients.
+"""Triton kernels: quantizers that read memory once, the GEMM over their codes, sums of gradients, the loss.
 
 The meaning of every number is `scrimp.formats`; these kernels give the same codes and scales, bit for
 bit. They run on CUDA devices from compute capability 8.9 on (FP8 conversions), and anywhere in
@@ -21,6 +21,7 @@ from scrimp.gemm.kernels.launch import ColumnTiles, RowTiles, ScaledRows, Weight
 if TYPE_CHECKING:
     from scrimp.gemm.kernels.block_scaled import quantize_blocks
     from scrimp.gemm.kernels.fake_quantize import fake_quantize_groups, tensor_amax
+    from scrimp.gemm.kernels.loss import cross_entropy
     from scrimp.gemm.kernels.matmul import scaled_matmul, tune, tuning_bytes
     from scrimp.gemm.kernels.rounded_sums import add_rounded
     from scrimp.gemm.kernels.rows import quantize_rows, quantize_tensor
@@ -32,6 +33,7 @@ __all__ = [
     "ScaledRows",
     "WeightBlocks",
     "add_rounded",
+    "cross_entropy",
     "fake_quantize_groups",
     "quantize_blocks",
     "quantize_rows",
@@ -45,6 +47,7 @@ __all__ = [
 
 _HOMES = {
     "add_rounded": "rounded_sums",
+    "cross_entropy": "loss",
     "fake_quantize_groups": "fake_quantize",
     "quantize_blocks": "block_scaled",
     "quantize_rows": "rows",
