@@ -101,13 +101,18 @@ def test_what_is_not_bf16_is_torchs_own_and_types_are_not_mixed() -> None:
         assert widens_bf16_products()
         for name, call in calls.items():
             assert torch.equal(call(), before[name]), name
-        for a, b in ((low[0], y), (x, low[1])):
+        mixed = (
+            lambda: low[0] @ y, lambda: x @ low[1], lambda: torch.addmm(low[2], low[0], y),
+            lambda: torch.addmm(z, *low[:2]), lambda: torch.mm(*low[:2], out=torch.empty(33, 20)),
+            lambda: z.clone().addmm_(*low[:2]),
+        )
+        for number, call in enumerate(mixed):
             try:
-                a @ b
+                call()
             except RuntimeError as error:
-                assert "same dtype" in str(error)
+                assert "dtype" in str(error), error
             else:
-                raise AssertionError
+                raise AssertionError(number)
         """
     )
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from scrimp.errors import PlanError
 from scrimp.gemm import kernels
+from scrimp.objectives import cross_entropy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -65,6 +66,11 @@ def test_words_that_cannot_be_have_no_gradient():
     )
     assert found[0, 0].item() == pytest.approx(torch.tensor(2.0).log().item())
     assert logits.tolist() == [[pytest.approx(-0.5), 0.0, pytest.approx(0.5)]]
+
+
+def test_the_kernel_is_tried_before_it_runs():
+    """A GPU's way in the loss, taken here in the interpreter."""
+    assert cross_entropy._may_run(DEVICE)
 
 
 def test_no_rows_have_no_losses():

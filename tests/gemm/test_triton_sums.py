@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scrimp.errors import PlanError
 from scrimp.formats import Noise
 from scrimp.gemm import kernels
+from scrimp.optim import targets
 from scrimp.optim.targets import add_by_operators
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -63,13 +64,28 @@ def test_what_is_not_finite_is_nan_and_zeros_keep_their_sign():
 
 
 def test_small_gradients_are_not_lost():
-    """300 times a quarter of a step of bf16 from 1 on: rounded to nearest nothing would move."""
+    """Eight times a quarter of a step of bf16 from 1 on: rounded to nearest nothing would move."""
     total = torch.ones(64, 512, dtype=torch.bfloat16, device=DEVICE)
     gradient = torch.full_like(total, 2.0**-9)
     for number in range(8):
         kernels.add_rounded(total, gradient, Noise(3).derive(number))
     moved = float(total.float().mean()) - 1.0
     assert moved == pytest.approx(8 * 2.0**-9, rel=0.03)
+
+
+def test_the_kernel_is_tried_before_it_runs_and_warns_where_it_is_wrong(monkeypatch):
+    """A GPU's way in `add_rounded`, taken here in the interpreter."""
+    targets._may_run.cache_clear()
+    assert targets._may_run(DEVICE)
+    targets._may_run.cache_clear()
+    monkeypatch.setattr(kernels, "add_rounded", lambda total, gradient, noise: total.add_(gradient))
+    with pytest.warns(UserWarning, match="its numbers are not theirs"):
+        assert not targets._may_run(DEVICE)
+    targets._may_run.cache_clear()
+    monkeypatch.setattr(kernels, "add_rounded", lambda *_: 1 / 0)
+    with pytest.warns(UserWarning, match="ZeroDivisionError"):
+        assert not targets._may_run(DEVICE)
+    targets._may_run.cache_clear()
 
 
 def test_an_empty_sum_stays():

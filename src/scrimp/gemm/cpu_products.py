@@ -26,8 +26,8 @@ from torch import Tensor
 
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 _FLASH = "_scaled_dot_product_flash_attention_for_cpu"
-_ROUNDED = {**dict.fromkeys(_PRODUCTS, 1), _FLASH: 1, f"{_FLASH}_backward": 3}
-"""How many of an operator's results, from the first on, have the type of its operands."""
+_OPERATORS = {**dict.fromkeys(_PRODUCTS, (3, 1)), _FLASH: (3, 1), f"{_FLASH}_backward": (5, 3)}
+"""How many of an operator's arguments, and of its results, from the first on, are of one type."""
 
 Kernel = Callable[..., Any]
 
@@ -55,8 +55,8 @@ def replace_kernels() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        for name, rounded in _ROUNDED.items():
-            library.impl(name, _returning(name, rounded), "CPU", with_keyset=True)
+        for name, counts in _OPERATORS.items():
+            library.impl(name, _returning(name, *counts), "CPU", with_keyset=True)
         for name in _PRODUCTS:
             library.impl(f"{name}.out", _writing(f"{name}.out", name), "CPU", with_keyset=True)
             if name in ("addmm", "baddbmm"):
@@ -64,11 +64,11 @@ def replace_kernels() -> torch.library.Library:
     return library
 
 
-def _returning(name: str, rounded: int) -> Kernel:
+def _returning(name: str, operands: int, rounded: int) -> Kernel:
     original = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def kernel(keys: Any, *args: Any, **named: Any) -> Any:
-        if not _is_bf16(args):
+        if not _is_bf16(args[:operands]):
             return original.call_boxed(keys, *args, **named)
         found = original.call_boxed(keys, *map(_wide, args), **{k: _wide(v) for k, v in named.items()})
         if isinstance(found, Tensor):
@@ -82,7 +82,7 @@ def _writing(name: str, functional: str) -> Kernel:
     original, product = (torch.library.get_kernel(f"aten::{one}", "CPU") for one in (name, functional))
 
     def kernel(keys: Any, *args: Any, out: Tensor, **named: Any) -> Tensor:
-        if not _is_bf16(args):
+        if not _is_bf16(args, out):
             result: Tensor = original.call_boxed(keys, *args, out=out, **named)
             return result
         found = product.call_boxed(keys, *map(_wide, args), **named)
@@ -104,9 +104,9 @@ def _in_place(name: str, functional: str) -> Kernel:
     return kernel
 
 
-def _is_bf16(args: tuple[Any, ...]) -> bool:
-    """Whether torch's loop would run; operands of two types are refused by torch's own kernel."""
-    return all(x.dtype == torch.bfloat16 for x in args[:2] if isinstance(x, Tensor))
+def _is_bf16(args: tuple[Any, ...], *more: Tensor) -> bool:
+    """Whether torch's loop would run: tensors of two types are refused by torch's own kernel."""
+    return all(x.dtype == torch.bfloat16 for x in (*args, *more) if isinstance(x, Tensor))
 
 
 def _wide(x: Any) -> Any:

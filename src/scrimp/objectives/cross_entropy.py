@@ -47,7 +47,7 @@ from scrimp.data import IGNORED
 from scrimp.formats.grouping import cut
 from scrimp.gemm import HeadGemms, PlannedLayer, compute_dtype, kernels
 from scrimp.gemm.backends.operands import has_triton
-from scrimp.gemm.kernels.launch import INPUT_TYPES
+from scrimp.gemm.kernels.launch import INPUT_TYPES, may_run
 from scrimp.models.functions import at_least_float32, float32_or_wider
 from scrimp.objectives.base import LossSums
 from scrimp.objectives.cut_vocabulary import CutVocabulary
@@ -167,7 +167,7 @@ def _losses(
     rows = max(1, BLOCK_ELEMENTS.get(logits_QV.device.type, 2**26) // logits_QV.shape[1])
     if vocabulary is not None:
         return vocabulary.losses(logits_QV, targets_Q, real_Q1, z_loss, training, rows=rows)
-    if logits_QV.is_cuda and logits_QV.dtype in INPUT_TYPES and has_triton() and _is_right(logits_QV.device):
+    if logits_QV.is_cuda and logits_QV.dtype in INPUT_TYPES and has_triton() and _may_run(logits_QV.device):
         return kernels.cross_entropy(logits_QV, targets_Q, z_loss, training=training).sum(0)
     index_Q1 = targets_Q[:, None].clamp_min(0)
     sums_B2 = logits_QV.new_empty(-(-len(logits_QV) // rows), 2, dtype=float32_or_wider(logits_QV.dtype))
@@ -177,17 +177,20 @@ def _losses(
 
 
 @functools.cache
-def _is_right(device: torch.device) -> bool:
+def _may_run(device: torch.device) -> bool:
     """Whether the kernel gives the operators' losses and gradients there, tried once in a process."""
-    generator = torch.Generator().manual_seed(0)
-    logits = (3 * torch.randn(5, 9001, generator=generator)).to(device)
-    targets = torch.tensor([0, 9000, -1, 17, 4096], device=device)
-    index, real, operators = targets[:, None].clamp_min(0), (targets >= 0)[:, None], logits.clone()
-    expected = _block(operators, index, real, 1e-3, training=True)
-    found = kernels.cross_entropy(logits, targets, 1e-3, training=True).sum(0)
-    return torch.allclose(found, expected, rtol=1e-5) and torch.allclose(
-        logits, operators, rtol=1e-4, atol=1e-6
-    )
+
+    def trial() -> bool:
+        generator = torch.Generator().manual_seed(0)
+        logits = (3 * torch.randn(5, 9001, generator=generator)).to(device)
+        targets = torch.tensor([0, 9000, -1, 17, 4096], device=device)
+        index, real, operators = targets[:, None].clamp_min(0), (targets >= 0)[:, None], logits.clone()
+        expected = _block(operators, index, real, 1e-3, training=True)
+        found = kernels.cross_entropy(logits, targets, 1e-3, training=True).sum(0)
+        are_close = torch.allclose(logits, operators, rtol=1e-4, atol=1e-6)
+        return are_close and torch.allclose(found, expected, rtol=1e-5)
+
+    return may_run("loss", trial)
 
 
 def _block(logits_RV: Tensor, index_R1: Tensor, real_R1: Tensor, z_loss: float, training: bool) -> Tensor:

@@ -39,7 +39,7 @@ from scrimp.errors import ConfigError
 from scrimp.formats import Noise
 from scrimp.gemm import kernels
 from scrimp.gemm.backends.operands import has_triton
-from scrimp.gemm.kernels.launch import INPUT_TYPES
+from scrimp.gemm.kernels.launch import INPUT_TYPES, may_run
 from scrimp.optim.moments import as_matrix
 from scrimp.optim.stochastic_rounding import to_bf16
 from scrimp.optim.update import Workspace
@@ -300,21 +300,25 @@ def add_rounded(total: Tensor, gradient: Tensor, noise: Noise) -> None:
     matrix = as_matrix(total)
     added = gradient.reshape(matrix.shape)
     are_plain = matrix.is_contiguous() and added.is_contiguous() and gradient.dtype in INPUT_TYPES
-    if total.is_cuda and are_plain and has_triton() and _is_kernel_right(total.device):
+    if total.is_cuda and are_plain and not noise.columns and has_triton() and _may_run(total.device):
         kernels.add_rounded(matrix, added, noise)
     else:
         add_by_operators(total, gradient, noise)
 
 
 @functools.cache
-def _is_kernel_right(device: torch.device) -> bool:
+def _may_run(device: torch.device) -> bool:
     """Whether the kernel gives the operators' bits there, tried once in a process."""
-    generator = torch.Generator().manual_seed(0)
-    total, gradient = (torch.randn(37, 1031, generator=generator).to(device) for _ in range(2))
-    found, expected = total.bfloat16(), total.bfloat16()
-    kernels.add_rounded(found, gradient.bfloat16(), Noise(5, 3, 11))
-    add_by_operators(expected, gradient.bfloat16(), Noise(5, 3, 11))
-    return torch.equal(found, expected)
+
+    def trial() -> bool:
+        generator = torch.Generator().manual_seed(0)
+        total, gradient = (torch.randn(37, 1031, generator=generator).to(device).bfloat16() for _ in range(2))
+        expected, noise = total.clone(), Noise(5, 3, 11)
+        add_by_operators(expected, gradient, noise)
+        kernels.add_rounded(total, gradient, noise)
+        return torch.equal(total, expected)
+
+    return may_run("sum of gradients", trial)
 
 
 @torch.no_grad()

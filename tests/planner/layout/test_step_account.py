@@ -54,13 +54,25 @@ def test_passes_add_up_to_the_prediction_and_floors_lie_below(
     one = setting(
         program, model, masters=masters, precision=precision, recompute=recompute, micro_batch=micro_batch
     )
-    said, taken = predict(one).seconds, passes_of(one)
-    assert seconds(taken) == pytest.approx(said["compute"] + said["optimizer"], rel=1e-9)
-    assert sum(above.seconds for above in above_floor(one)) == pytest.approx(
-        seconds(taken) - seconds(floor_of(one)), rel=1e-9, abs=1e-9
-    )
+    said = predict(one).seconds
+    # Predictions let sums of gradients run beside products, as they do in programs of another name.
+    beside = dataclasses.replace(one, software=dataclasses.replace(one.software, name="another"))
+    assert seconds(passes_of(beside)) == pytest.approx(said["compute"] + said["optimizer"], rel=1e-9)
     if program in OWN:
-        assert seconds(floor_of(one)) < seconds(taken)
+        taken, least = passes_of(one), floor_of(one)
+        assert seconds(least) < seconds(taken)
+        assert above_floor(one)[0].seconds > 0.05 * (seconds(taken) - seconds(least))
+
+
+@pytest.mark.parametrize("masters", [True, False])
+def test_sums_of_gradients_are_those_of_all_passes_but_the_first(masters):
+    """A million numbers: in float32 read 4 + 2 and written 4, the first 2 and 4; in bf16 read 2 + 2, written 2."""
+    one = setting(masters=masters)
+    found = {each.name: each for each in passes_of(one)}["sums of gradients"]
+    numbers = sum(linear.parameters for block in one.model.blocks for linear in block.linears)
+    numbers += one.model.head_parameters
+    assert found.moved == pytest.approx(numbers * (7 * 10 + 6 if masters else 7 * 6), rel=1e-9)
+    assert found.launches == 8 * (4 * 24 + 1)
 
 
 def floors(**changes):
@@ -83,12 +95,12 @@ def test_floors_of_bf16_are_those_that_a_hand_reckons():
     # A master and both moments read and written, a sum in fp32 read, a weight in bf16 written.
     parameters = L * (IN_BLOCKS + 2 * D) + V * D
     assert found["update"].moved == pytest.approx((24 + 4 + 2) * parameters, rel=1e-3)
-    assert found["sums of gradients"].moved == 8 * 6 * (L * IN_BLOCKS + V * D)
+    assert found["sums of gradients"].moved == (8 * 6 - 4) * (L * IN_BLOCKS + V * D)
     assert found["products"].flops == 6 * TOKENS * L * IN_BLOCKS
     assert "operands in 8 or 4 bits" not in found
     alone = floors(masters=False)
     assert alone["update"].moved == pytest.approx((2 * (4 + 2) + 2) * parameters, rel=1e-3)
-    assert alone["sums of gradients"].moved == 8 * 2 * (L * IN_BLOCKS + V * D)
+    assert alone["sums of gradients"].moved == (8 * 2 - 2) * (L * IN_BLOCKS + V * D)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +108,8 @@ def test_floors_of_bf16_are_those_that_a_hand_reckons():
 )
 def test_floors_of_operands_are_those_that_a_hand_reckons(recipe, code, later):
     found = floors(precision=recipe)
-    made, kept = 2 * code - 2 + later, 2 * code + 2 + later
+    # What is kept in bf16 anyway shows its largest number when it is written.
+    made, kept = 2 * code - 2 + later, 2 * code + 2
     inputs = made * (D + D + F) + kept * A
     gradients = made * (C + 2 * F) + kept * (D + D)
     assert found["operands in 8 or 4 bits"].moved == TOKENS * L * (inputs + gradients)
@@ -107,7 +120,7 @@ def test_floors_of_operands_are_those_that_a_hand_reckons(recipe, code, later):
 def test_a_step_of_full_recomputation_runs_its_forward_pass_again():
     none, full = ({one.name: one for one in passes_of(setting(recompute=one))} for one in ("none", "full"))
     again = full["made again"]
-    # All but the last product, which nothing reads: a third of the block's forward FLOPs is attention's and others'.
+    # All but the last product, which nothing reads: of products a third is forward, of attention 2 of 7.
     down = sum(2 * 64 * 1024 * linear.parameters for linear in setting().model.blocks[0].linears[-1:]) * 24
     forward = none["products"].flops / 3 + none["attention"].flops * 2 / 7
     assert again.flops == pytest.approx(forward - down, rel=1e-9)

@@ -8,6 +8,8 @@ Layout  Codes are row-major with the scaled axis last, as GEMMs read them. Scale
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +150,22 @@ def hashes(noise: Noise | None, rows: int, columns: int, like: Tensor) -> tuple[
     if noise is None:
         return like, like
     return noise.row_hashes(rows, like.device), noise.column_hashes(columns, like.device)
+
+
+def may_run(name: str, trial: Callable[[], bool]) -> bool:
+    """Whether a kernel gives what torch's operators give; warns where it does not, for these are slower.
+
+    Args:
+        trial: runs both on a few numbers, and compares.
+    """
+    try:
+        if trial():
+            return True
+        why = "its numbers are not theirs"
+    except Exception as error:  # a compiler that is not there, a card that it does not know
+        why = f"{type(error).__name__}: {error}"
+    warnings.warn(f"the {name} kernel does not run here, torch's operators do, slower ({why})", stacklevel=2)
+    return False
 
 
 def signed(key: int) -> int:

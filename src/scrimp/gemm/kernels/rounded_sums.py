@@ -1,7 +1,7 @@
 """A gradient added to its sum in bf16, rounded stochastically, in one pass over both.
 
 Problem  Where weights have no fp32 masters, gradients of micro-batches are added up in bf16, and rounded with noise so
-         that small ones are not lost. As torch's operators that is 42 kernels for every million numbers of every
+         that small ones are not lost. As torch's operators that is 45 kernels for every million numbers of every
          micro-batch: half of a step of a 7B model (benchmarks/results/2026-11-27-step-account-h100-before.md).
 Method   Each program takes a block of the matrix: widen both, add in float32, round by hashes of the elements'
          addresses (`arithmetic.address_hash`, made here from the stream's key, so that nothing else is read)::
@@ -36,7 +36,7 @@ ROWS, COLUMNS = 8, 512
 """Of a block: a warp reads a kilobyte of a row in one load."""
 WARPS = 4
 _SCALARS = ["first_row", "first_column", "row_key", "column_key"]
-"""One kernel for all of their values."""
+"""What is not compiled for its values, which change with each tensor and step."""
 
 
 @triton.jit(do_not_specialize=_SCALARS)

@@ -44,9 +44,9 @@ from scrimp.planner.layout.product_times import (
     Products,
     case_of_products,
     counted_layer,
+    gradient_sums,
     made_head,
     product_seconds,
-    summed_product,
 )
 from scrimp.planner.layout.setting import Setting
 from scrimp.precision import GEMMS, HEAD
@@ -304,7 +304,7 @@ def head_seconds(setting: Setting, kernels: Kernels) -> BlockSeconds:
     fprop, dgrad, wgrad = (setting.formats.get(f"{HEAD}.{gemm}", base) for gemm in GEMMS)
     forward = kernels.product(tokens, V, D, fprop) + logits / 2 + kernels.moved(2 * stream)
     backward = kernels.product(tokens, D, V, dgrad) + logits / 2 + kernels.moved(4 * stream)
-    backward += summed_product(V, D, tokens, wgrad, setting, kernels)
+    backward += kernels.product(V, D, tokens, wgrad, extra=gradient_sums(setting) * V * D)
     forward += made_head(fprop, "fprop", D, setting, kernels)
     backward += sum(
         made_head(recipe, gemm, V, setting, kernels) for recipe, gemm in ((dgrad, "dgrad"), (wgrad, "wgrad"))

@@ -87,8 +87,9 @@ def product_seconds(linear: LinearSpec, gemm: str, recipe: str, setting: Setting
     pieces = [outputs * share for share in output_shares(linear, setting)]
     read = inputs if gemm == "fprop" else outputs
     if gemm == "wgrad":
+        summed = gradient_sums(setting) * inputs * count
         found = sum(
-            summed_product(one, inputs, rows, recipe, setting, kernels, count=count) for one in pieces
+            kernels.product(one, inputs, rows, recipe, count=count, extra=summed * one) for one in pieces
         )
     else:
         sizes = [(one, inputs) if gemm == "fprop" else (inputs, one) for one in pieces]
@@ -136,18 +137,6 @@ def quantize_bytes(setting: Setting, recipe: str) -> float:
     return software.quantize_block_bytes if in_blocks else software.quantize_bytes
 
 
-def summed_product(
-    rows: float,
-    columns: float,
-    inner: float,
-    recipe: str,
-    setting: Setting,
-    kernels: Kernels,
-    *,
-    count: int = 1,
-) -> float:
-    """A product that makes the gradient of a weight, and its sum with what passes before have made."""
-    moved = setting.software.gradient_sum_bytes * rows * columns * count
-    if setting.software.sums_apart:
-        return kernels.product(rows, columns, inner, recipe, count=count) + kernels.moved(moved)
-    return kernels.product(rows, columns, inner, recipe, count=count, extra=moved)
+def gradient_sums(setting: Setting) -> float:
+    """Bytes for each number of a weight that adding up its gradient moves in one pass."""
+    return setting.software.gradient_sum_bytes

@@ -14,16 +14,20 @@ Method   The step is cut into passes: products, attention, what moves numbers be
              operand of a norm or gate    codes both ways for one bf16 number     2 b - 2    2 b - 2    (bytes)
              of attention's result, or
              of the stream's gradient     read, written as codes both ways        2 b + 2    2 b + 2
-             with a scale of all tokens   written, and read when it is known      + 4        + 4
+             of the first, with a scale
+             of all tokens                written, and read when it is known      + 4        + 4
              operand of a weight          2 b once a step, by the update
-             sum of a gradient            by the product, which reads it before it writes
+             sum of a gradient            by the product, which from the second pass on reads it before it writes
              logits                       read and overwritten by their gradients 2          2
              update                       weight, moments and sum read, weight and moments written, once
 
          Seconds are those of predictions (`kernels`): a product or attention takes its FLOPs by what the device
          reaches, all else its bytes by the bandwidth; a pass that the host launches more slowly waits for it. The
          products of a floor are the same products, and it waits for nobody.
-Limits   Dense models on one device whose states and activations stay there. Scales of groups, sums of a norm's weight
+         Of Scrimp's own step the sum of a gradient is a kernel of its own, as autograd has it; predictions let it run
+         beside the product.
+Limits   Dense models on one device whose states and activations stay there. Sums of the embedding's gradient are left
+         out, as in predictions. Scales of groups, sums of a norm's weight
          and the dropping of padding are left out. Launches are those of the file, where it was counted.
 Checked  tests/planner/layout/test_step_account.py: the passes of a program add up to its prediction; floors by hand
 """
@@ -50,6 +54,8 @@ _FUSED_SUM = (2, 0)
 """What such a sum adds to the norm beside it, forward and backward, where both are one kernel: what is added and the
 sum; backward the norm's kernel reads and writes the stream's gradient anyway."""
 _LOGIT_BYTES = 4.0
+_WIDENED_BYTES = 6.0
+"""A number in bf16 read and written in float32."""
 _LARGEST_LATER = ("fp8_tensor", "fp8_row", "nvfp4")
 """Recipes with a scale of a whole tensor, or of a column of all tokens: known when all of it has been made."""
 
@@ -205,12 +211,15 @@ class _Account:
         return StepPass(name, 1.0, moved, 2.0 * m * n * k, self.kernels.product(m, n, k, recipe))
 
     def _sum(self, m: float, n: float, k: float, recipe: str) -> StepPass:
-        """Of a gradient of m x n numbers, beside the product that makes it."""
+        """Of a gradient of m x n numbers, beside the product that makes it or after it."""
         moved = self.software.gradient_sum_bytes * m * n
         if not self.software.sums_apart:
             alone = self.kernels.product(m, n, k, recipe)
             more = self.kernels.product(m, n, k, recipe, extra=moved) - alone
             return StepPass("sums of gradients", 0.0, moved, 0.0, more)
+        # The first pass has nothing to add to: beside masters it widens its gradient.
+        first = _WIDENED_BYTES * m * n if self.software.master_bytes else 0.0
+        moved += (first - moved) / self.setting.micro_batches
         return self._bytes("sums of gradients", moved, 1.0)
 
     def _operands(self, linear: LinearSpec, gemm: str, recipe: str) -> tuple[float, float]:
@@ -293,15 +302,16 @@ class _Floor(_Account):
         # Gradients of what layers make come from a gate or rotation, or are the stream's.
         is_made = linear.origin == "made" if gemm == "fprop" else linear.cut == "outputs"
         each = 2.0 * element_bytes(recipe) + (-2.0 if is_made else 2.0)
-        each += 4.0 * (recipe in _LARGEST_LATER)
+        each += 4.0 * (is_made and recipe in _LARGEST_LATER)
         return 0.0, each * (inputs if gemm == "fprop" else outputs)
 
     def _sum(self, m: float, n: float, k: float, recipe: str) -> StepPass:
-        """By the product, which writes the sum where it would write its result of 2 bytes."""
+        """By the product, which writes the sum where it would write its result of 2 bytes; the first reads none."""
         held = self.software.held_gradient_bytes
-        moved, alone = (2.0 * held - 2.0) * m * n, self.kernels.product(m, n, k, recipe)
-        more = self.kernels.product(m, n, k, recipe, extra=moved) - alone
-        return StepPass("sums of gradients", 0.0, moved, 0.0, more)
+        each = held * (2.0 - 1.0 / self.setting.micro_batches) - 2.0
+        alone = self.kernels.product(m, n, k, recipe)
+        more = self.kernels.product(m, n, k, recipe, extra=each * m * n) - alone
+        return StepPass("sums of gradients", 0.0, each * m * n, 0.0, more)
 
     def _logit_bytes(self) -> float:
         return _LOGIT_BYTES

@@ -57,9 +57,22 @@ _PRODUCTS = {
     _aten.addmm_.default: 1,
 }
 """Operator to place of the left operand."""
-_BATCHED = {_aten.bmm.default: 0, _aten.bmm.out: 0, _aten.baddbmm.default: 1, _aten.baddbmm.out: 1}
+_BATCHED = {
+    _aten.bmm.default: 0,
+    _aten.bmm.out: 0,
+    _aten.baddbmm.default: 1,
+    _aten.baddbmm.out: 1,
+    _aten.baddbmm_.default: 1,
+}
 _WIDENED = _PRODUCTS | _BATCHED
-_IN_PLACE = {_aten.mm.out, _aten.addmm.out, _aten.addmm_.default, _aten.bmm.out, _aten.baddbmm.out}
+_IN_PLACE = {
+    _aten.mm.out,
+    _aten.addmm.out,
+    _aten.addmm_.default,
+    _aten.bmm.out,
+    _aten.baddbmm.out,
+    _aten.baddbmm_.default,
+}
 """Operators whose result is there before."""
 _COPIES = (_aten.copy_.default, _aten._foreach_copy_.default)
 _COPIED_AT_ONCE = 60 * 60
@@ -163,13 +176,9 @@ def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, named: Any, *, is_
     tiles = 2 if is_backward else 1
     numbers = tiles * queries * keys + (queries if is_backward else queries * (2 + head_size))
     if query.dtype == torch.bfloat16 and widens_bf16_products():
-        operands = [
-            query,
-            key,
-            value,
-            *[query, query] * is_backward,
-            *(x for x in named.values() if isinstance(x, Tensor)),
-        ]
+        mask = named.get("attn_mask")
+        operands = [query, key, value, *[query, query] * is_backward]
+        operands += [mask] if mask is not None and mask.dtype == torch.bfloat16 else []
         results = operands[: 3 if is_backward else 1]  # as large as these
         tile_bytes = 4 * torch.get_num_threads() * numbers
         return _rounded(operands, sum(x.numel() for x in results), tile_bytes)
