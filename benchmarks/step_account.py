@@ -140,9 +140,13 @@ def main() -> None:
 
 
 def today() -> Software:
-    """Scrimp as it runs today; its loss by one kernel, which predictions do not know yet (`scrimp.gemm.kernels.loss`)."""
-    program = in_states(software("scrimp-today"), STATES)
-    return dataclasses.replace(program, attention_kernel="flash-2", bytes_per_logit=LOSS_BYTES)
+    """Scrimp as it runs today."""
+    return dataclasses.replace(own("scrimp-today"), attention_kernel="flash-2")
+
+
+def own(name: str) -> Software:
+    """One of Scrimp's; the loss by its kernel (`scrimp.gemm.kernels.loss`), which predictions do not know yet."""
+    return dataclasses.replace(in_states(software(name), STATES), bytes_per_logit=LOSS_BYTES)
 
 
 def setting_of(case: Case, program: Software, cluster: Cluster) -> Setting:
@@ -163,7 +167,7 @@ def setting_of(case: Case, program: Software, cluster: Cluster) -> Setting:
 
 def row_of(case: Case, cluster: Cluster) -> Row:
     """All programs on one setting, and how sure their ratios are."""
-    ours = {"today": today(), "fused": in_states(software("scrimp"), STATES)}
+    ours = {"today": today(), "fused": own("scrimp")}
     ours["floor"] = ours["fused"]
     theirs = software("llmq")
 
