@@ -193,7 +193,7 @@ def measure_steps(options: argparse.Namespace) -> list[StepResult]:
         for executable, _ in models.values():
             compile_blocks(executable.model)
     own = []
-    if options.device == "cpu" and not has_bf16_units():
+    if options.device == "cpu" and options.compute == "bf16" and not has_bf16_units():
         own = [step(*models[base]) for _ in range(options.repeats + 1)][1:]
         widen_bf16_products()
     rounds = [{key: step(*model) for key, model in models.items()} for _ in range(options.repeats + 1)][1:]

@@ -89,9 +89,9 @@ def test_the_kernel_is_tried_before_it_runs_and_warns_where_it_is_wrong(monkeypa
 
 
 def test_an_empty_sum_stays():
-    kernels.add_rounded(
-        torch.empty(0, 4, dtype=torch.bfloat16, device=DEVICE), torch.empty(0, 4, device=DEVICE), Noise(1)
-    )
+    """A rank may have no rows of a parameter: by operators this ended in a traceback."""
+    expected, found = both(torch.empty(0, 4, dtype=torch.bfloat16), torch.empty(0, 4), Noise(1))
+    assert found.shape == expected.shape == (0, 4)
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,9 @@ def _addresses(first: int, count: int, device: torch.device | str) -> Tensor:
 def _hashes(key: int, x: Tensor) -> Tensor:
     """The low 32 bits of mix64(key ^ address), as int32; arithmetic modulo 2^64 as in `_mix`. Changes `x`."""
     # Integer arithmetic: the same on every device.
-    x.mul_(_signed(_GOLDEN)).bitwise_xor_(_signed(key))
+    x.mul_(signed(_GOLDEN)).bitwise_xor_(signed(key))
     for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x.bitwise_xor_((x >> shift) & ((1 << (64 - shift)) - 1)).mul_(_signed(multiplier))
+        x.bitwise_xor_((x >> shift) & ((1 << (64 - shift)) - 1)).mul_(signed(multiplier))
     x.bitwise_xor_((x >> 31) & ((1 << 33) - 1))
     return x.to(torch.int32)
 
@@ -99,7 +99,7 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _signed(x: int) -> int:
+def signed(x: int) -> int:
     """The int64 with the same bits."""
     x &= _MASK64
     return x - (1 << 64) if x >> 63 else x

@@ -1,11 +1,12 @@
 """bf16 products on CPUs without units for bf16: multiplied in float32, rounded once.
 
-Problem  torch gives bf16 products to oneDNN where a CPU has AVX512 or AMX. Elsewhere, which is on most laptops, a loop
-         multiplies number by number: 0.9 GFLOP/s a thread where float32 reaches 84 (measured, 1,024 cubed).
+Problem  torch gives bf16 products to oneDNN where a CPU has AVX512 or AMX. Elsewhere, as on CPUs with AVX2 alone, a
+         loop multiplies number by number: 0.9 GFLOP/s a thread where float32 reaches 84 (measured, 1,024 cubed).
 Method   In a process that trains on such a CPU, torch's CPU kernels for products and attention are replaced by ones
          that widen bf16 operands, call torch's own kernel, and round its result. A product of two bf16 numbers is
-         exact in float32, so the result differs from that of a unit in the order of its sums alone. Everything above
-         the kernel (autograd, autocast, dispatch modes, compiled graphs) sees the operator that it always saw.
+         exact in float32, short of underflow, so the result differs from that of a unit in the order of its sums
+         alone. Everything above the kernel (autograd, autocast, dispatch modes, compiled graphs) sees the operator
+         that it always saw.
 Where    `scrimp.profiler.resolve_device` asks for it when it takes a CPU: every command, `scrimp.train`, `scrimp.plan`.
          Nothing changes at import.
 Limits   Each product costs some 7 microseconds more, of any type, and for as long as it runs widened copies of its

@@ -93,8 +93,9 @@ class Workspace:
         self.matrix = matrix
         num_rows, num_columns = matrix.shape
         most = piece or PIECE_ELEMENTS.get(matrix.device.type, PIECE_ELEMENTS["cpu"])
-        width = min(num_columns, max(1, most // BLOCK) * BLOCK)
-        height = min(num_rows, max(1, most // width))
+        # At least 1: of a parameter of fewer rows than there are ranks, some have none.
+        width = max(1, min(num_columns, max(1, most // BLOCK) * BLOCK))
+        height = max(1, min(num_rows, most // width))
         self.scratch = scratch or Scratch(matrix.device)
         self._noise = NoiseTable(noise, num_columns, self.scratch, matrix.device)
         places = [

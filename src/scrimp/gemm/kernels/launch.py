@@ -168,12 +168,6 @@ def may_run(name: str, trial: Callable[[], bool]) -> bool:
     return False
 
 
-def signed(key: int) -> int:
-    """The int64 with the bits of a 64-bit key."""
-    key &= (1 << 64) - 1
-    return key - (1 << 64) if key >> 63 else key
-
-
 def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, **constants: Any) -> None:
     """Launch a kernel on the device of its first argument.
 

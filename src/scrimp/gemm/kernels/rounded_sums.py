@@ -16,12 +16,13 @@ Checked  tests/gemm/test_triton_sums.py: against torch's operators bit for bit
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from scrimp.errors import PlanError
-from scrimp.formats.noise import Noise
+from scrimp.formats.noise import Noise, signed
 from scrimp.gemm.kernels.arithmetic import (
     address_hash,
     block_of_program,
@@ -30,10 +31,10 @@ from scrimp.gemm.kernels.arithmetic import (
     store_block,
     to_bfloat16_stochastic,
 )
-from scrimp.gemm.kernels.launch import check_devices, check_matrix, run, signed
+from scrimp.gemm.kernels.launch import check_devices, check_matrix, run
 
 ROWS, COLUMNS = 8, 512
-"""Of a block: a warp reads a kilobyte of a row in one load."""
+"""The size of a block: a row of it is a kilobyte of bf16."""
 WARPS = 4
 _SCALARS = ["first_row", "first_column", "row_key", "column_key"]
 """What is not compiled for its values, which change with each tensor and step."""
@@ -76,7 +77,7 @@ def add_rounded(total: Tensor, gradient: Tensor, noise: Noise) -> None:
     check_matrix("gradient", gradient)
     check_matrix("total", total)
     check_devices(total=total, gradient=gradient)
-    if str(total.dtype) != "torch.bfloat16" or total.shape != gradient.shape or noise.columns:
+    if total.dtype != torch.bfloat16 or total.shape != gradient.shape or noise.columns:
         raise PlanError(
             "a rounded sum is of matrices of one shape, in bfloat16, whose columns lie in one piece",
             got=f"{total.dtype} {tuple(total.shape)} and {tuple(gradient.shape)}, {len(noise.columns)} ranges",

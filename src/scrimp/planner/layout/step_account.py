@@ -211,7 +211,7 @@ class _Account:
         return StepPass(name, 1.0, moved, 2.0 * m * n * k, self.kernels.product(m, n, k, recipe))
 
     def _sum(self, m: float, n: float, k: float, recipe: str) -> StepPass:
-        """Of a gradient of m x n numbers, beside the product that makes it or after it."""
+        """Adding a gradient of m x n numbers to its sum, beside the product that makes it or after it."""
         moved = self.software.gradient_sum_bytes * m * n
         if not self.software.sums_apart:
             alone = self.kernels.product(m, n, k, recipe)
@@ -342,7 +342,7 @@ def _sizes(inputs: float, outputs: float, gemm: str, tokens: float) -> tuple[flo
 
 
 def _numbers(linear: LinearSpec, tokens: float) -> tuple[float, float, float]:
-    """Of a layer's input, output and weight."""
+    """How many numbers a layer's input, output and weight have."""
     return tokens * linear.inputs, tokens * linear.outputs, float(linear.parameters)
 
 

@@ -65,15 +65,6 @@ _BATCHED = {
     _aten.baddbmm_.default: 1,
 }
 _WIDENED = _PRODUCTS | _BATCHED
-_IN_PLACE = {
-    _aten.mm.out,
-    _aten.addmm.out,
-    _aten.addmm_.default,
-    _aten.bmm.out,
-    _aten.baddbmm.out,
-    _aten.baddbmm_.default,
-}
-"""Operators whose result is there before."""
 _COPIES = (_aten.copy_.default, _aten._foreach_copy_.default)
 _COPIED_AT_ONCE = 60 * 60
 _KEYS = 512
@@ -160,7 +151,8 @@ def _wide_product(operator: Any, args: tuple[Tensor, ...]) -> int:
         return _transposed(args[0]) if place else 0
     made = left.numel() // max(left.shape[-1], 1) * right.shape[-1]
     tile = 2 * _transposed(args[0]) if place else 0  # of what is added, widened before it is copied
-    return _rounded(args[: place + 2], made, tile) + (2 * made if operator in _IN_PLACE else 0)
+    is_there = operator._schema.is_mutable  # the result, in what is added or in `out`
+    return _rounded(args[: place + 2], made, tile) + (2 * made if is_there else 0)
 
 
 def _rounded(operands: Iterable[Tensor], made: int, inside: int) -> int:
