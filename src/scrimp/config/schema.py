@@ -134,8 +134,12 @@ class ObjectiveConfig:
 
     name: str = "next-token"
     """next-token: predict every token of documents from those before it. sft: of conversations, what the
-    assistant wrote. Or FILE.py:NAME, a class of your own
+    assistant wrote. distill: next-token, and what teachers say of each token. Or FILE.py:NAME, a class of your own
     (with --trust-code; see examples/own_objective.py)."""
+    teachers: str | None = None
+    """distill: runs or Hugging Face folders, separated by commas. Of several the logits are averaged."""
+    teacher_weight: float = 0.5
+    """distill: share of the loss that is the teachers'."""
     z_loss: float = 0.0
     """Weight of the squared log-partition penalty; 0 switches it off."""
 

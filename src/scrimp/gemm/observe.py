@@ -61,7 +61,8 @@ R = TypeVar("R")
 
 
 def running(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function that runs planned GEMMs, so that the products inside are not taken for others."""
+    """Mark a function that runs planned GEMMs, or products of another model than the trained one, so that those inside
+    are not taken for plain products of the plan."""
 
     @functools.wraps(function)
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -76,7 +77,7 @@ def running(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_running() -> bool:
-    """Whether a planned GEMM is being run right now."""
+    """Whether what is being run right now is marked as `running`."""
     return _depth > 0
 
 

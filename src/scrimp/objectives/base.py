@@ -70,5 +70,12 @@ class Objective(Protocol):
     def count(self, batch: Batch) -> int:
         """What the sums of a micro-batch are sums over; its tensors are still on the host."""
 
+    def resident_bytes(self, parameters: str) -> int:
+        """Bytes that the loss has on the device all the time, besides the trained model, such as other models.
+
+        Args:
+            parameters: format of the trained parameters.
+        """
+
     def head_passes(self, num_tokens: int, chunk: int) -> int:
         """How often `loss` runs the head's fprop, and its backward pass dgrad and wgrad, for so many tokens."""

@@ -16,6 +16,12 @@ Method   Per chunk of tokens: logits = h W^T, their log-softmax, the loss, and a
 Sums     The result is a sum over the real targets, not a mean: the caller divides by the
          number of targets of the whole batch, so that the loss does not depend on how the
          batch is cut into micro-batches. Targets of -100 count nothing.
+Soft     With targets q of a teacher (`soft_targets`) and their weight w the cross-entropy of q takes w of the target's
+         place; loss stays that of y, which is shown, and penalty gets the rest:
+
+             penalty         = c lse^2 + w (sum_v -q[v] log p[v] - (lse - logits[y]))
+             d total / logits = p (1 + 2 c lse) - (1 - w) onehot(y) - w q
+
 Ranks    that have parts of the vocabulary exchange three numbers per token (`cut_vocabulary`).
 Types    GEMMs run in the compute type (autocast's, else that of h) or as a plan says, softmax and sums in
          float32, and the weight's gradient is summed over chunks in float32. Float64 stays
@@ -51,6 +57,7 @@ from scrimp.gemm.kernels.launch import INPUT_TYPES, may_run
 from scrimp.models.functions import at_least_float32, float32_or_wider
 from scrimp.objectives.base import LossSums
 from scrimp.objectives.cut_vocabulary import CutVocabulary
+from scrimp.objectives.soft_targets import SoftTargets, Taught
 
 BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 """Logits whose softmax is computed at once, by device type."""
@@ -65,6 +72,7 @@ def cross_entropy_sums(
     z_loss: float = 0.0,
     planned: PlannedLayer | None = None,
     vocabulary: CutVocabulary | None = None,
+    soft: SoftTargets | None = None,
 ) -> LossSums:
     """The cross-entropy of hidden states against targets, and the z-loss as its penalty, with the head's GEMM inside.
 
@@ -76,6 +84,7 @@ def cross_entropy_sums(
         z_loss: weight of the squared log-partition.
         planned: formats of the head's three GEMMs; None: the compute type.
         vocabulary: the words of `weight_VD`, where other ranks have others; None: it has all.
+        soft: what a teacher says of the same tokens, not beside `vocabulary`; None: there is none.
     """
     training = torch.is_grad_enabled()
     chunk = chunk or len(targets_S)
@@ -89,6 +98,7 @@ def cross_entropy_sums(
         training,
         planned,
         vocabulary,
+        soft,
     )
     return LossSums(cross_entropy, z)
 
@@ -106,6 +116,7 @@ class _ChunkedLoss(torch.autograd.Function):
         training: bool,
         planned: PlannedLayer | None,
         vocabulary: CutVocabulary | None,
+        soft: SoftTargets | None,
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight = (training and needed for needed in ctx.needs_input_grad[:2])
         sums = hidden_SD.new_zeros(2, dtype=float32_or_wider(compute))
@@ -118,7 +129,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 real_Q1 = (targets != IGNORED)[:, None]
                 logits_QV = head.fprop(hidden)
                 differentiates = needs_hidden or needs_weight
-                sums += _losses(logits_QV, targets, real_Q1, z_loss, differentiates, vocabulary)
+                taught = None if soft is None else Taught(soft.weight, soft.probabilities(part))
+                sums += _losses(logits_QV, targets, real_Q1, z_loss, differentiates, vocabulary, taught)
                 # From here on logits_QV holds the gradient.
                 if grad_hidden is not None or needs_weight:
                     grad_part, grad_weight = head.backward(
@@ -132,11 +144,11 @@ class _ChunkedLoss(torch.autograd.Function):
                     )
                     if grad_hidden is not None and grad_part is not None:
                         grad_hidden[part] = grad_part
-                # Else the next chunk's would be made beside it.
-                del logits_QV
+                # Else the next chunk's would be made beside them.
+                del logits_QV, taught
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight_VD.dtype)
-        ctx.gradients, ctx.z_loss = (grad_hidden, grad_weight), z_loss
+        ctx.gradients, ctx.has_penalty = (grad_hidden, grad_weight), bool(z_loss) or soft is not None
         ctx.set_materialize_grads(False)
         return sums[0].clone(), sums[1].clone()
 
@@ -147,12 +159,12 @@ class _ChunkedLoss(torch.autograd.Function):
             raise RuntimeError(
                 "the loss was differentiated twice; its gradients are kept for one backward pass"
             )
-        if ctx.z_loss and not _same(grad_ce, grad_z):
+        if ctx.has_penalty and not _same(grad_ce, grad_z):
             raise RuntimeError("loss and penalty must be differentiated together: use LossSums.total")
         # Taken out of ctx, so that autograd can hand on these tensors without a copy.
         gradients, ctx.gradients = ctx.gradients, None
         hidden, weight = (None if g is None or grad_ce is None else g.mul_(grad_ce) for g in gradients)
-        return hidden, weight, *[None] * 7
+        return hidden, weight, *[None] * 8
 
 
 def _losses(
@@ -162,18 +174,28 @@ def _losses(
     z_loss: float,
     training: bool,
     vocabulary: CutVocabulary | None,
+    taught: Taught | None,
 ) -> Tensor:
     """Both sums of one chunk, shape (2,); when training, logits_QV becomes its own gradient."""
     rows = max(1, BLOCK_ELEMENTS.get(logits_QV.device.type, 2**26) // logits_QV.shape[1])
     if vocabulary is not None:
         return vocabulary.losses(logits_QV, targets_Q, real_Q1, z_loss, training, rows=rows)
-    if logits_QV.is_cuda and logits_QV.dtype in INPUT_TYPES and has_triton() and _may_run(logits_QV.device):
+    if taught is None and _has_kernel(logits_QV):
         return kernels.cross_entropy(logits_QV, targets_Q, z_loss, training=training).sum(0)
     index_Q1 = targets_Q[:, None].clamp_min(0)
     sums_B2 = logits_QV.new_empty(-(-len(logits_QV) // rows), 2, dtype=float32_or_wider(logits_QV.dtype))
     for part in cut(len(logits_QV), rows):
-        sums_B2[part.start // rows] = _block(logits_QV[part], index_Q1[part], real_Q1[part], z_loss, training)
+        of_block = None if taught is None else Taught(taught.weight, taught.probabilities[part])
+        sums_B2[part.start // rows] = _block(
+            logits_QV[part], index_Q1[part], real_Q1[part], z_loss, training, of_block
+        )
     return sums_B2.sum(0)
+
+
+def _has_kernel(logits_QV: Tensor) -> bool:
+    return (
+        logits_QV.is_cuda and logits_QV.dtype in INPUT_TYPES and has_triton() and _may_run(logits_QV.device)
+    )
 
 
 @functools.cache
@@ -193,21 +215,34 @@ def _may_run(device: torch.device) -> bool:
     return may_run("loss", trial)
 
 
-def _block(logits_RV: Tensor, index_R1: Tensor, real_R1: Tensor, z_loss: float, training: bool) -> Tensor:
+def _block(
+    logits_RV: Tensor,
+    index_R1: Tensor,
+    real_R1: Tensor,
+    z_loss: float,
+    training: bool,
+    taught: Taught | None = None,
+) -> Tensor:
     wide_RV = at_least_float32(logits_RV)
     target_logit_R1 = wide_RV.gather(1, index_R1)
     log_p_RV = torch.log_softmax(wide_RV, dim=-1)
     nll_R1 = -log_p_RV.gather(1, index_R1)
     lse_R1 = target_logit_R1 + nll_R1
+    penalty_R1, weight = z_loss * lse_R1.square(), 0.0
+    if taught is not None:
+        weight = taught.weight
+        penalty_R1 += weight * (-(taught.probabilities * log_p_RV).sum(1, keepdim=True) - nll_R1)
     if training:
         # wide_RV is logits_RV itself, or its float32 copy.
         grad_RV = torch.exp(log_p_RV, out=wide_RV)
         if z_loss:
             grad_RV.mul_(1 + 2 * z_loss * lse_R1)
-        grad_RV.scatter_add_(1, index_R1, grad_RV.new_full((), -1.0).expand_as(index_R1))
+        grad_RV.scatter_add_(1, index_R1, grad_RV.new_full((), weight - 1.0).expand_as(index_R1))
+        if taught is not None:
+            grad_RV.add_(taught.probabilities, alpha=-weight)
         if grad_RV is not logits_RV:
             logits_RV.copy_(grad_RV)
-    return torch.stack([nll_R1, z_loss * lse_R1.square()]).masked_fill_(~real_R1, 0.0).sum(dim=(1, 2))
+    return torch.stack([nll_R1, penalty_R1]).masked_fill_(~real_R1, 0.0).sum(dim=(1, 2))
 
 
 def _same(first: Tensor | None, second: Tensor | None) -> bool:

@@ -60,6 +60,10 @@ class NextToken:
         """The real targets."""
         return batch.num_targets
 
+    def resident_bytes(self, parameters: str) -> int:
+        """None."""
+        return 0
+
     def head_passes(self, num_tokens: int, chunk: int) -> int:
         """One per chunk."""
         return -(-num_tokens // (chunk or num_tokens))

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 OBJECTIVES = {
     "next-token": "scrimp.objectives.next_token:NextToken",
     "sft": "scrimp.objectives.sft:SupervisedFineTuning",
+    "distill": "scrimp.training.distillation:Distillation",
 }
 """Name of an objective to the module and class that is it; the class has `build(settings)`."""
 KEY = "objective.name"
-_METHODS = ("loss", "head_loss", "count", "head_passes", "reads")
+_METHODS = ("loss", "head_loss", "count", "head_passes", "reads", "resident_bytes")
 
 
 def check(settings: ObjectiveConfig) -> None:

@@ -22,6 +22,7 @@ from scrimp.data.corpus_manifest import read_manifest
 from scrimp.data.prepare import chat_tokenizer
 from scrimp.data.sources import HUB
 from scrimp.errors import ConfigError, DataError, ModelError
+from scrimp.training.distillation import TEACHERS, teachers_in
 from scrimp.training.run_folder import TOKENIZER
 from scrimp.training.trained_weights import tokenizer_of_weights
 from scrimp.world import World
@@ -58,13 +59,14 @@ def decide_tokenizer(config: Config, architecture: Architecture) -> tuple[Config
     Raises:
         ConfigError, DataError, ModelError: settings that a ready tokenizer contradicts, or none where one is needed.
     """
-    data, weights, reasons = config.data, config.model.weights, {}
+    data, owner, reasons = config.data, _owner_of_tokenizer(config), {}
     shards = _shards_of(data)
     if shards is not None:
         check_wanted_tokenizer(data.tokenizer, shards, read_manifest(shards))
         if data.tokenizer == "auto":
             reasons["data.tokenizer"] = "the one that the shards were made with"
-    elif data.tokenizer == "auto" and weights is not None:
+    elif data.tokenizer == "auto" and owner is not None:
+        key, weights = owner
         folder = tokenizer_of_weights(weights)
         if folder is None:
             raise ModelError(
@@ -74,7 +76,7 @@ def decide_tokenizer(config: Config, architecture: Architecture) -> tuple[Config
             )
         data, reasons["data.tokenizer"] = (
             replace(data, tokenizer=str(folder)),
-            "the tokenizer of model.weights",
+            f"the tokenizer of {key}",
         )
     elif data.tokenizer == "auto":
         data, reasons["data.tokenizer"] = replace(data, tokenizer="bpe"), "trained on the corpus"
@@ -88,6 +90,14 @@ def decide_tokenizer(config: Config, architecture: Architecture) -> tuple[Config
         config = replace(config, data=replace(data, vocab_size=min(architecture.vocab_size, BPE_LIMIT)))
         reasons["data.vocab_size"] = f"the model's vocabulary, at most {BPE_LIMIT:,}"
     return config, reasons
+
+
+def _owner_of_tokenizer(config: Config) -> tuple[str, Path] | None:
+    """The folder whose tokenizer a run has unless its user names one, and the setting that names the folder."""
+    if config.model.weights is not None:
+        return "model.weights", config.model.weights
+    teachers = teachers_in(config.objective)
+    return (TEACHERS, teachers[0]) if teachers else None
 
 
 def _shards_of(data: DataConfig) -> Path | None:
@@ -181,7 +191,7 @@ def has_open_vocabulary(config: Config) -> bool:
 def trains_tokenizer(config: Config) -> bool:
     """Whether the tokenizer is still to be trained, and may come out smaller than it may get."""
     data = config.data
-    is_bpe = data.tokenizer == "bpe" or (data.tokenizer == "auto" and config.model.weights is None)
+    is_bpe = data.tokenizer == "bpe" or (data.tokenizer == "auto" and _owner_of_tokenizer(config) is None)
     return is_bpe and _shards_of(data) is None
 
 

@@ -3,9 +3,9 @@
 Problem  The tokenizer says which row of the embedding a piece of text is. Two ids that change places in
          its file change every evaluation and export, and nothing else notices.
 Method   When a run begins, run.json keeps a SHA-256 over all files of its tokenizer, the digest of its
-         data, one for each file of the user's own code (`scrimp.user_code`), and a SHA-256 over them all. Every
-         checkpoint carries that last one in its state, which its manifest covers: a tokenizer and a run.json
-         that were changed together are noticed too.
+         data, one for each file of the user's own code (`scrimp.user_code`) and for the teachers of a distillation,
+         and a SHA-256 over them all. Every checkpoint carries that last one in its state, which its manifest
+         covers: a tokenizer and a run.json that were changed together are noticed too.
          A lost run.json is computed again from the tokenizer and the data digest of a checkpoint, and
          is that of the run if it has the digest which that checkpoint carries. A run of an earlier version
          gets one when it is resumed.
@@ -49,7 +49,7 @@ class RunRecord:
     digest: str
     """SHA-256 over the rest."""
     code: dict[str, str] = field(default_factory=dict)
-    """Dotted key of a setting that names the user's own code to the SHA-256 of its file."""
+    """Dotted key of a setting that names the user's own code, or teachers, to the SHA-256 of their files."""
 
     @property
     def figures(self) -> dict[str, object]:
@@ -57,14 +57,14 @@ class RunRecord:
         return {name: value for name, value in asdict(self).items() if name != "digest" and value != {}}
 
     def refuse_other_code(self, now: dict[str, str]) -> None:
-        """Raise CheckpointError unless the user's own code, by dotted key, is that of the run."""
+        """Raise CheckpointError unless the user's own code and the teachers, by dotted key, are those of the run."""
         for key in self.code | now:
             if self.code.get(key) != now.get(key):
                 raise CheckpointError(
-                    f"the code for {key} has changed since the run began",
-                    got=f"a file with digest {now.get(key, 'none')[:12]}",
-                    expected=self.code.get(key, "no code")[:12],
-                    do="put the file back, or start a new run with --model.weights",
+                    f"what {key} names has changed since the run began",
+                    got=f"files with digest {now.get(key, 'none')[:12]}",
+                    expected=self.code.get(key, "none")[:12],
+                    do="put the files back, or start a new run with --model.weights",
                 )
 
     def refuse_other_kind(self, now: dict[str, str]) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from scrimp import objectives, user_code
-from scrimp.config import Config, flatten, to_toml
+from scrimp import objectives
+from scrimp.config import Config, to_toml
 from scrimp.data import load_tokenizer
 from scrimp.errors import CheckpointError, ConfigError, PlanError, TrainingError
 from scrimp.files import write_whole
@@ -68,7 +68,7 @@ from scrimp.training.run_folder import (
 )
 from scrimp.training.run_record import make_record, read_record, write_record
 from scrimp.training.setup import Decisions
-from scrimp.training.start import Start, fresh_start, resumed_start
+from scrimp.training.start import Start, digests_of, fresh_start, resumed_start
 from scrimp.training.trained_weights import fill_from_checkpoint, fill_from_weights
 from scrimp.world import World, told_like
 
@@ -237,8 +237,8 @@ def _write_decisions(run_dir: Path, start: Start) -> dict[str, str]:
     if is_new or not (run_dir / TOKENIZER / "tokenizer.json").exists():
         start.corpus.tokenizer.replace(run_dir / TOKENIZER)
     if is_new or read_record(run_dir) is None:
-        code = user_code.digests(flatten(start.decisions.config))
-        own = make_record(load_tokenizer(run_dir / TOKENIZER), start.corpus.digest, code)
+        digests = digests_of(start.decisions.config)
+        own = make_record(load_tokenizer(run_dir / TOKENIZER), start.corpus.digest, digests)
         write_record(run_dir, start.record or own)
     config = start.decisions.config
     files = {

@@ -42,6 +42,7 @@ from scrimp.runtime import choose_backends, describe_backends, recorded_backends
 from scrimp.runtime.backends import Tuned
 from scrimp.runtime.determinism import refuse_undetermined
 from scrimp.training.chosen_layout import RanksHere, choose_on, measured_ranks
+from scrimp.training.distillation import check_teachers, refuse_other_teachers
 from scrimp.training.memory.host_room import checkpoint_bytes
 from scrimp.training.memory.limits import budgets_of, device_limit
 from scrimp.training.memory.micro_batch import decide_micro_batch
@@ -218,6 +219,7 @@ class Decisions:
         else:
             reasons = self.reasons | {"model.vocab_size": _reason_for_rows(entries)}
             found = dataclasses.replace(self, reasons=reasons)
+        refuse_other_teachers(found.config, found.architecture, corpus)
         refuse_short(found.config, corpus)
         found.refuse_misfit()  # again: of the memory that was free, preparing the data may have taken long
         return found
@@ -254,6 +256,7 @@ def decide(
     """
     check_values(config)
     objectives.check(config.objective)
+    check_teachers(config)
     ranks = ranks_of(config.layout) if plans_ahead and world.size == 1 else world.size
     optim.check(config, ranks)
     refuse_unread_settings(config)

@@ -33,6 +33,7 @@ from scrimp.data.tokenizer import CHAT_TEMPLATE, SMALLEST_BPE
 from scrimp.errors import CheckpointError, DataError, PlanError, typed
 from scrimp.runtime.memory import HostRoom
 from scrimp.training.checkpoint import Checkpoint, CheckpointStore
+from scrimp.training.distillation import TEACHERS, digests_of_teachers, teachers_in
 from scrimp.training.memory.host_room import take_host_room
 from scrimp.training.precision.formats_in_plan import read_saved_cycle
 from scrimp.training.precision.gemm_seconds import (
@@ -186,7 +187,7 @@ def resumed_start(
     if checkpoint is not None:
         refuse_other_configuration(checkpoint, saved, run_dir)
     state = read_state(checkpoint) if checkpoint else None
-    code = user_code.digests(flatten(config))
+    code = digests_of(config)
     record = checked_record(run_dir, run_dir / TOKENIZER, state, code)
     if record is not None:
         record.refuse_other_code(code)
@@ -294,8 +295,15 @@ def anchored(config: Config) -> Config:
     )
     weights = None if model.weights is None else model.weights.expanduser().absolute()
     config = dataclasses.replace(config, data=data, model=dataclasses.replace(model, weights=weights))
+    if teachers := ",".join(str(one.absolute()) for one in teachers_in(config.objective)):
+        config = replace_values(config, {TEACHERS: teachers})
     code = user_code.code_in(flatten(config))
     return replace_values(config, {key: user_code.anchored(value) for key, value in code.items()})
+
+
+def digests_of(config: Config) -> dict[str, str]:
+    """SHA-256 of what settings name and a run has no copy of: the user's own code, teachers; by dotted key."""
+    return user_code.digests(flatten(config)) | digests_of_teachers(config)
 
 
 def _anchored_name(name: str) -> str:

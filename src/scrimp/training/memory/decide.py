@@ -397,7 +397,7 @@ def _traced(
         bases = [rules.with_base(name) for name in names]
     with said_if_slow("tracing the model ..."):
         found = [_traced_base(config, architecture, device, choices, base) for base in bases]
-    most = _with_batches(max(found, key=_most), config, device)
+    most = _with_objective(_with_batches(max(found, key=_most), config, device), config)
     return most if config.layout.pp > 1 else with_outer(shared(most, config), config)
 
 
@@ -409,6 +409,12 @@ def _with_batches(costs: StepCosts, config: ResolvedConfig, device: torch.device
     held = held_bytes(config.rank_sequences * train.sequence, mask_documents=config.data.mask_documents)
     counted = batch_bytes(train.micro_batch, train.sequence)
     return dataclasses.replace(costs, resident=costs.resident + held - counted)
+
+
+def _with_objective(costs: StepCosts, config: ResolvedConfig) -> StepCosts:
+    """With what the loss has on the device all the time."""
+    nbytes = objectives.build(config.objective).resident_bytes(config.train.parameters)
+    return dataclasses.replace(costs, resident=costs.resident + nbytes)
 
 
 def _most(costs: StepCosts) -> int:

@@ -1,0 +1,194 @@
+"""Distillation: next-token prediction, and beside it what teachers say of every token.
+
+Problem  A small model, or one that reads the same text many times, learns more from the probabilities that a better
+         model gives all words than from the one word that stands there. The best teacher is often several models.
+Method   `objective.teachers` names runs or Hugging Face folders. In every micro-batch they read the same tokens,
+         without gradients. Their logits are averaged, and the cross-entropy of those probabilities takes
+         `teacher_weight` of the loss (`scrimp.objectives.soft_targets`). Shown and recorded is the loss of the text
+         alone, and evaluations run no teacher: figures stay comparable with those of any run.
+         A teacher has the parameters' format of the model that it teaches, and lies on the device as a whole.
+Resuming A digest of each teacher stands in run.json: a run goes on with the teachers that it began with.
+Limits   One process, or copies and shards of data parallelism. Of memory the account has the teachers' weights, their
+         last hidden states and logits; not what their forward pass takes for a moment, which is less than the student's
+         of the same size keeps. Predicted seconds have no teachers in them.
+Source   Hinton et al. 2015, arXiv 1503.02531; of ensembles Kim et al. 2025, arXiv 2509.14786
+Checked  tests/training/test_distillation.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from scrimp.config import Architecture, Config, ObjectiveConfig, ranks_of
+from scrimp.data import Batch, Corpus, load_tokenizer
+from scrimp.errors import ConfigError, ModelError
+from scrimp.gemm.observe import running
+from scrimp.gemm.problem import DTYPES
+from scrimp.models import spec_of
+from scrimp.models.model import Model, build_model
+from scrimp.objectives.base import LossSums
+from scrimp.objectives.cross_entropy import cross_entropy_sums
+from scrimp.objectives.next_token import NextToken
+from scrimp.objectives.soft_targets import SoftTargets
+from scrimp.training.checkpoint_manifest import MANIFEST
+from scrimp.training.trained_weights import (
+    architecture_of_weights,
+    checkpoint_of,
+    fill_from_weights,
+    is_run,
+    tokenizer_of_weights,
+)
+
+NAME = "distill"
+TEACHERS = "objective.teachers"
+_HASHED = ("config.json", "*.safetensors")
+
+
+@dataclass(frozen=True)
+class Distillation(NextToken):
+    """Each position predicts its target, and what teachers predict there."""
+
+    teachers: tuple[Path, ...] = ()
+    weight: float = 0.5
+    """Share of the loss that is the teachers'."""
+    _loaded: list[Model] = field(default_factory=list, compare=False, repr=False)
+
+    @classmethod
+    def build(cls, settings: ObjectiveConfig) -> Distillation:
+        """As the settings say."""
+        return cls(z_loss=settings.z_loss, teachers=teachers_in(settings), weight=settings.teacher_weight)
+
+    def loss(self, model: Model, batch: Batch, *, chunk: int = 0) -> LossSums:
+        """See `Objective`; without gradients the teachers do not run."""
+        if not torch.is_grad_enabled():
+            return super().loss(model, batch, chunk=chunk)
+        hidden_BTD = model(batch.tokens_BT, batch.document_starts)
+        return self._sums(
+            model, hidden_BTD.flatten(0, 1), batch.targets_BT.flatten(), chunk, self._soft(model, batch)
+        )
+
+    def head_loss(self, model: Model, hidden_SD: Tensor, targets_S: Tensor, *, chunk: int = 0) -> LossSums:
+        """See `Objective`: with stand-ins of the teachers' states and, without memory of their own, of their heads."""
+        widths = [architecture_of_weights(one).width for one in self.teachers]
+        soft = SoftTargets(
+            self.weight,
+            tuple(hidden_SD.new_empty(len(targets_S), width) for width in widths),
+            tuple(hidden_SD.new_empty(()).expand(len(model.head_weight), width) for width in widths),
+        )
+        return self._sums(model, hidden_SD, targets_S, chunk, soft)
+
+    def resident_bytes(self, parameters: str) -> int:
+        """The teachers' weights."""
+        count = sum(spec_of(architecture_of_weights(one)).parameters for one in self.teachers)
+        return count * DTYPES[parameters].itemsize
+
+    def _sums(
+        self, model: Model, hidden_SD: Tensor, targets_S: Tensor, chunk: int, soft: SoftTargets
+    ) -> LossSums:
+        return cross_entropy_sums(
+            hidden_SD,
+            model.head_weight,
+            targets_S,
+            chunk=chunk,
+            z_loss=self.z_loss,
+            planned=model.planned_head,
+            soft=soft,
+        )
+
+    @running
+    @torch.no_grad()
+    def _soft(self, model: Model, batch: Batch) -> SoftTargets:
+        if not self._loaded:
+            self._loaded.extend(_load(one, batch.tokens_BT.device, model.dtype) for one in self.teachers)
+        hidden = (one(batch.tokens_BT, batch.document_starts).flatten(0, 1) for one in self._loaded)
+        return SoftTargets(self.weight, tuple(hidden), tuple(one.head_weight for one in self._loaded))
+
+
+def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> Model:
+    """A teacher that runs and never changes."""
+    model = build_model(architecture_of_weights(folder), device=device, dtype=dtype)
+    fill_from_weights(model, folder)
+    return model.eval().requires_grad_(False)
+
+
+def teachers_in(settings: ObjectiveConfig) -> tuple[Path, ...]:
+    """The folders that `objective.teachers` names."""
+    names = (name.strip() for name in (settings.teachers or "").split(","))
+    return tuple(Path(name).expanduser() for name in names if name)
+
+
+def check_teachers(config: Config) -> None:
+    """Refuse teachers that are not there, or that nobody asks.
+
+    Raises:
+        ConfigError: with the setting to change. ModelError, CheckpointError: a folder has no model.
+    """
+    settings = config.objective
+    teachers, layout = teachers_in(settings), config.layout
+    if (settings.name == NAME) != bool(teachers):
+        raise ConfigError(
+            f"objective.name {settings.name} and {TEACHERS} do not go together",
+            got=f"{TEACHERS} {settings.teachers}" if teachers else f"no {TEACHERS}",
+            expected=f"both or neither: objective.name {NAME} learns from teachers",
+            do=f"set --objective.name {NAME}" if teachers else "name runs or folders, separated by commas",
+        )
+    twice = next((one for one in teachers if teachers.count(one) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{TEACHERS} names a folder twice", got=twice, do="leave one of the two out")
+    for one in teachers:
+        architecture_of_weights(one)
+    degrees = {key: getattr(layout, key) for key in ("cp", "tp", "pp", "ep")}
+    shared = [f"layout.{key} {value}" for key, value in degrees.items() if value > 1]
+    if teachers and ranks_of(layout) > 1 and shared:
+        raise ConfigError(
+            f"objective.name {NAME} runs whole models as teachers",
+            got=", ".join(shared),
+            expected="ranks of dp and fsdp",
+            do="leave those out",
+        )
+
+
+def refuse_other_teachers(config: Config, architecture: Architecture, corpus: Corpus) -> None:
+    """Refuse teachers that know other words than the model.
+
+    Raises:
+        ModelError: the tokenizer is not the corpus's, or the rows of the head are not the model's.
+    """
+    for one in teachers_in(config.objective):
+        folder, rows = tokenizer_of_weights(one), architecture_of_weights(one).vocab_size
+        if folder is None or load_tokenizer(folder).digest != corpus.tokenizer.digest:
+            raise ModelError(
+                f"the teacher {one} does not have the tokenizer of the data",
+                got="no tokenizer" if folder is None else str(folder),
+                expected=f"{corpus.tokenizer.name}, {corpus.tokenizer.vocab_size:,} entries",
+                do=f"leave --data.tokenizer out, or name {folder}" if folder else "name another teacher",
+            )
+        if rows != architecture.vocab_size:
+            raise ModelError(
+                f"the teacher {one} has another number of words than the model",
+                got=f"{rows:,}",
+                expected=f"{architecture.vocab_size:,}",
+                do=f"set --model.vocab-size {rows}",
+            )
+
+
+def digests_of_teachers(config: Config) -> dict[str, str]:
+    """SHA-256 over the teachers' checkpoints, as their manifests have them, by dotted key; empty without teachers.
+
+    Of a Hugging Face folder the configuration is hashed, and names and sizes of its weights.
+    """
+    found = hashlib.sha256()
+    teachers = teachers_in(config.objective)
+    for one in teachers:
+        if is_run(one):
+            found.update((checkpoint_of(one).folder / MANIFEST).read_bytes())
+            continue
+        for file in sorted(file for pattern in _HASHED for file in one.glob(pattern)):
+            found.update(f"{file.name} {file.stat().st_size}\n".encode())
+        found.update((one / "config.json").read_bytes())
+    return {TEACHERS: found.hexdigest()} if teachers else {}
