@@ -44,12 +44,16 @@ class SoftTargets:
     heads: tuple[Tensor, ...]
     """Each teacher's head, shape (V, D)."""
 
-    @running
     def probabilities(self, rows: slice) -> Tensor:
         """Of these tokens, shape (Q, V)."""
+        return torch.softmax(self.logits(rows), dim=-1)
+
+    @running
+    def logits(self, rows: slice) -> Tensor:
+        """The mean of all teachers' logits of these tokens, shape (Q, V)."""
         total: Tensor | None = None
         for hidden_SD, head_VD in zip(self.hidden, self.heads, strict=True):
             logits = at_least_float32(hidden_SD[rows].to(head_VD.dtype) @ head_VD.T)
             total = logits if total is None else total.add_(logits)
         assert total is not None, "there is a teacher"
-        return torch.softmax(total.div_(len(self.hidden)), dim=-1)
+        return total.div_(len(self.hidden))

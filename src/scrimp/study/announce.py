@@ -17,6 +17,7 @@ from scrimp.study.looks import Looks, confidence_of
 from scrimp.study.results import FIGURES, UNITS, Results, results_of
 from scrimp.study.rounds import steps_of
 from scrimp.study.rows import Key, Row
+from scrimp.study.variants import Variant
 
 
 def announcement(
@@ -47,6 +48,9 @@ def announcement(
         lines.append(
             f"all runs of a seed go on from one run of {steps_of(study.trunk):,} steps, made before them"
         )
+    needing = [f"{one.name} {_of(one)} {', '.join(one.needs)}" for one in study.variants if one.needs]
+    if needing:
+        lines.append("made of other runs of their seed: " + "; ".join(needing))
     if study.halving is not None:
         ends = study.halving.steps(max(each))
         lines.append(
@@ -63,10 +67,14 @@ def announcement(
     return [*lines, visible_text(study, rows, looks)]
 
 
+def _of(variant: Variant) -> str:
+    return "after" if variant.combined is None else f"as {variant.combined.how} of"
+
+
 def _costs(study: Study, probes: Mapping[str, Probe]) -> Sequence[str]:
     """A line for each cost, with the variants that have it."""
     names: dict[Probe, list[str]] = {}
-    for variant in study.runs_of_a_seed:
+    for variant in (one for one in study.runs_of_a_seed if one.combined is None):
         names.setdefault(probes[variant.name], []).append(variant.name)
     steps = {one.name: steps_of(one) for one in study.runs_of_a_seed}
     return [

@@ -6,8 +6,9 @@ Method   What is to be done follows from the file and the rows alone: the runs o
          that at any time whole pairs are there. A run that failed is a row with its error, which is tried again by the
          next call; the others go on. With halving a round ends when all of its runs have a row; then the variants with
          the best mean difference from the control go on, and the control with them.
-         Runs that go on from a trunk wait until it has ended; a trunk whose folder is gone is made again, with the same
-         losses, where a run needs it.
+         Runs that go on from a trunk, or need runs of other variants, wait until these have ended; one of which the
+         folder is gone is made again, with the same losses, where a run needs it. Models that are combined are
+         evaluated by this process, between runs.
          Runs that are timed take turns, in one order for even seeds and in the other for odd ones, so that a machine
          that slows down slows all.
          The folder is locked: two studies in one would write each other's rows.
@@ -20,7 +21,7 @@ import contextlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from scrimp.errors import StorageError
 from scrimp.files import folder_lock, make_folder, write_whole
@@ -30,6 +31,7 @@ from scrimp.study.job import Job, finished_row, has_reached, read_run_of, row_of
 from scrimp.study.processes import Places
 from scrimp.study.rounds import Round, count_of, round_of, steps_of
 from scrimp.study.rows import Key, Row, append_row, read_rows, rows_of_study
+from scrimp.study.variants import Variant
 
 STUDY_FILE: Final = "study.toml"
 RUNS: Final = "runs"
@@ -122,30 +124,27 @@ def jobs_of(
     at_once: int,
     trusts: bool,
 ) -> list[Job]:
-    """All runs of a round, in the order in which they are begun: of each seed its trunk, then the variants."""
+    """All runs of a round, in the order in which they are begun: of each seed its trunk, then the variants, each after
+    those that it needs."""
     threads, found = threads_of(study), []
     runs = (folder / RUNS).absolute()
     for turn, seed in enumerate(study.seeds):
         variants = list(now.variants[:: -1 if study.is_timed and turn % 2 else 1])
-        trunk = None if study.trunk is None else (study.trunk.name, seed, steps_of(study.trunk))
         for variant in [*([] if study.trunk is None else [study.trunk]), *variants]:
             is_trunk = variant is study.trunk
-            settings = with_micro_batch(study.settings_of(variant, seed), probes[variant.name])
-            if trunk is not None and not is_trunk:
-                settings["model.weights"] = str(runs / run_name(TRUNK, seed))
-                settings.setdefault("optimizer.from_weights", True)
             found.append(
                 Job(
                     variant=variant.name,
                     seed=seed,
                     digest=study.digest(variant, seed),
-                    settings=settings,
+                    settings=_settings_of(study, variant, seed, probes[variant.name], runs),
                     steps=steps_of(variant) if is_trunk else now.steps[variant.name],
                     stops_there=not now.is_last and not is_trunk,
                     folder=runs,
                     figure=study.figure,
                     threads=threads,
-                    trunk=None if is_trunk else trunk,
+                    needs=_needs_of(study, variant, seed),
+                    how=None if variant.combined is None else variant.combined.how,
                     trusts=trusts,
                     at_once=at_once,
                 )
@@ -153,26 +152,46 @@ def jobs_of(
     return found
 
 
+def _settings_of(study: Study, variant: Variant, seed: int, probe: Probe, runs: Path) -> dict[str, Any]:
+    """All that a run is told but for its folder, with the folders of the runs that it needs."""
+    folders = {name: runs / run_name(name, seed) for name in variant.needs}
+    settings = with_micro_batch(study.settings_of(variant, seed) | variant.named_in(folders), probe)
+    if study.trunk is not None and variant is not study.trunk:
+        settings["model.weights"] = str(runs / run_name(TRUNK, seed))
+        settings.setdefault("optimizer.from_weights", True)
+    return settings
+
+
+def _needs_of(study: Study, variant: Variant, seed: int) -> tuple[Key, ...]:
+    """The runs that have to be there before one of a variant begins."""
+    trunk = [] if study.trunk in (None, variant) else [study.trunk]
+    needed = [*trunk, *map(study.named, variant.needs)]
+    return tuple((one.name, seed, steps_of(one)) for one in needed if one is not None)
+
+
 def _waiting(jobs: Sequence[Job], rows: dict[Key, Row], retried: set[Key]) -> list[Job]:
-    """Those without a row, and those that failed in an earlier call; of trunks those that one of these goes on from."""
-    trunks = {job.trunk for job in jobs if job.trunk is not None}
-    waiting = [job for job in jobs if job.key not in trunks and (job.key not in rows or job.key in retried)]
-    needed = {job.trunk for job in waiting}
-    again = [job for job in jobs if job.key in trunks & needed and _is_to_be_made(job, rows, retried)]
-    for job in again:
-        rows.pop(job.key, None)
-        retried.discard(job.key)
-    return sorted([*again, *waiting], key=jobs.index)
+    """Those without a row, and those that failed in an earlier call, with all that these need and is not there; no
+    trunk that nothing needs."""
+    found = {job.key for job in jobs if job.variant != TRUNK and (job.key not in rows or job.key in retried)}
+    by_key = {job.key: job for job in jobs}
+    for job in reversed(jobs):  # each comes after what it needs
+        if job.key in found:
+            found |= {key for key in job.needs if _is_to_be_made(by_key[key], rows, retried)}
+    for key in found:
+        if by_key[key].variant == TRUNK or key not in retried:
+            rows.pop(key, None)
+            retried.discard(key)
+    return [job for job in jobs if job.key in found]
 
 
-def _is_to_be_made(trunk: Job, rows: Mapping[Key, Row], retried: Collection[Key]) -> bool:
-    """Whether a trunk has no row, failed in an earlier call, or its run is not there to its end: the row outlives the
-    folder, and a run that was being made again may have been killed."""
-    row = rows.get(trunk.key)
+def _is_to_be_made(needed: Job, rows: Mapping[Key, Row], retried: Collection[Key]) -> bool:
+    """Whether a run that another one needs has no row, failed in an earlier call, or is not there to its end: the row
+    outlives the folder, and a run that was being made again may have been killed."""
+    row = rows.get(needed.key)
     if row is None or row.error is not None:
-        return row is None or trunk.key in retried
-    run = read_run_of(trunk)
-    return run is None or not has_reached(trunk, run)
+        return row is None or needed.key in retried
+    run = read_run_of(needed)
+    return run is None or not has_reached(needed, run)
 
 
 def rows_of(study: Study, folder: Path) -> dict[Key, Row]:
@@ -202,7 +221,7 @@ def _run(waiting: list[Job], folder: Path, rows: dict[Key, Row], places: Places,
     while waiting or going:
         while going < places.count and (job := _next(waiting, rows)) is not None:
             waiting.remove(job)
-            done = _failed_with_trunk(job, rows) or finished_row(job)
+            done = _failed_with_needed(job, rows) or _combined(job) or finished_row(job)
             if done is not None:
                 add(job, done)
                 continue
@@ -218,11 +237,23 @@ def _run(waiting: list[Job], folder: Path, rows: dict[Key, Row], places: Places,
 
 
 def _next(waiting: Sequence[Job], rows: Mapping[Key, Row]) -> Job | None:
-    """The first whose trunk has ended; None: all wait for theirs, or there is none."""
-    return next((job for job in waiting if job.trunk is None or job.trunk in rows), None)
+    """The first of which all that it needs has ended; None: all wait, or there is none."""
+    return next((job for job in waiting if all(key in rows for key in job.needs)), None)
 
 
-def _failed_with_trunk(job: Job, rows: Mapping[Key, Row]) -> Row | None:
-    """The row of a run that has nothing to go on from."""
-    error = None if job.trunk is None else rows[job.trunk].error
-    return None if error is None else row_of(job, seconds=0.0, error=f"its trunk failed: {error}")
+def _failed_with_needed(job: Job, rows: Mapping[Key, Row]) -> Row | None:
+    """The row of a run that lacks one which it needs."""
+    for key in job.needs:
+        if (error := rows[key].error) is not None:
+            name = "its trunk" if key[0] == TRUNK else key[0]
+            return row_of(job, seconds=0.0, error=f"{name} failed: {error}")
+    return None
+
+
+def _combined(job: Job) -> Row | None:
+    """The row of models that are evaluated together; None of a run."""
+    if job.how is None:
+        return None
+    from scrimp.study.combined import combined_row  # which needs torch
+
+    return combined_row(job)

@@ -61,6 +61,7 @@ from scrimp.study.variants import (
     MOST_RUNS,
     Settings,
     Variant,
+    ordered,
     settings_of_part,
     shown,
     table_of,
@@ -74,6 +75,10 @@ _CONTAINERS: Final = ("seeds", "settings", "variants", "grid", "halving", "trunk
 TRUNK: Final = "trunk"
 _SEEDS_OF_TRUNKS: Final = 2**32
 """Added to a seed for its trunk, so that the runs that go on read the corpus in another order."""
+_SEEDS_OF_DRAWS: Final = 2**40
+"""Added to a seed for each further draw of a variant."""
+_RECORDS: Final = {"distill": Config().objective.name}
+"""Objectives whose recorded loss is another one's."""
 _RANGES: Final = {
     "confidence": Range(0.5, 1 - 1e-9),
     "power": Range(0.05, 0.999, above=True),
@@ -157,14 +162,15 @@ class Study(_Head):
     @property
     def batches(self) -> Literal["same", "by model", "other"]:
         """Whether runs of one seed have the same batches; by model: only where their models ask for as large ones."""
-        sizes = {tuple(one.settings.get(key) for key in _SIZES_OF_BATCHES) for one in self.variants}
-        if len(sizes) > 1:
+        runs = [one for one in self.variants if one.combined is None]
+        sizes = {tuple(one.settings.get(key) for key in _SIZES_OF_BATCHES) for one in runs}
+        if len(sizes) > 1 or len({one.draw for one in runs}) > 1:
             return "other"
         models = {
             json.dumps(
                 {k: v for k, v in one.settings.items() if k.startswith("model.")}, default=str, sort_keys=True
             )
-            for one in self.variants
+            for one in runs
         }
         return "by model" if None in sizes.pop() and len(models) > 1 else "same"
 
@@ -189,7 +195,9 @@ class Study(_Head):
         """All settings of one run but its folder, and its trunk's."""
         if variant is self.trunk:
             return dict(variant.settings) | {"run.seed": seed + _SEEDS_OF_TRUNKS}
-        settings = dict(variant.settings) | {"run.seed": seed}
+        settings = dict(variant.settings) | {"run.seed": seed + variant.draw * _SEEDS_OF_DRAWS}
+        if variant.naming:  # the tokenizer is that of the runs that it names
+            settings.pop("data.vocab_size", None)
         if self.halving is not None:
             first = self.halving.steps(settings["train.steps"])[0]
             for key in ("evaluation.every", "checkpoint.every"):
@@ -197,11 +205,19 @@ class Study(_Head):
         return settings
 
     def digest(self, variant: Variant, seed: int) -> str:
-        """A digest of all that decides a run: its settings, and those of its trunk."""
+        """A digest of all that decides a run: its settings, and those of its trunk and of the runs that it needs."""
         settings = self.settings_of(variant, seed)
         if self.trunk is not None and variant is not self.trunk:
             settings[TRUNK] = digest_of(self.settings_of(self.trunk, seed))
+        if variant.combined is not None:
+            settings["combined"] = variant.combined.how
+        for name in variant.needs:
+            settings[f"run:{name}"] = self.digest(self.named(name), seed)
         return digest_of(settings)
+
+    def named(self, name: str) -> Variant:
+        """The variant of a name."""
+        return next(one for one in self.variants if one.name == name)
 
 
 def shipped_studies() -> tuple[str, ...]:
@@ -269,6 +285,7 @@ def parse_study(text: str, *, name: str, where: str) -> Study:
         variants = tuple(_after_trunk(one, trunk) for one in variants)
     head["control"] = head.get("control") or variants[0].name
     _check_control(head["control"], variants, where)
+    variants = ordered(variants, where)
     found = Study(
         name=name,
         text=text,
@@ -400,6 +417,7 @@ def _check_whole(study: Study, where: str) -> None:
             expected=f"{least} or more: means of fewer differences never leave their range",
             do=f'give seeds = {least}, or interval = "t"',
         )
+    _check_needs(study, where)
     _check_shared(study, where)
     if study.trunk is not None:
         _check_trunk(study, study.trunk, where)
@@ -459,7 +477,7 @@ def _check_shared(study: Study, where: str) -> None:
         for key in sorted(keys):
             if not any(key == one or key.startswith(f"{one}.") for one in shared):
                 continue
-            mine, of_control = variant.settings.get(key), control.settings.get(key)
+            mine, of_control = (_as_read(key, one.settings.get(key)) for one in (variant, control))
             if mine != of_control:
                 raise ConfigError(
                     f"{key} in {where} differs between variants",
@@ -469,6 +487,27 @@ def _check_shared(study: Study, where: str) -> None:
                     + ("" if study.trunk is None else ", and their model, which is the trunk's"),
                     do="move it to [settings], or make it another study",
                 )
+
+
+def _as_read(key: str, value: object) -> object:
+    """A setting as far as figures depend on it: objectives that record the same loss are the same."""
+    return _RECORDS.get(str(value), value or Config().objective.name) if key == "objective.name" else value
+
+
+def _check_needs(study: Study, where: str) -> None:
+    """Refuse what does not go with variants that need others' runs."""
+    needing = next((one for one in study.variants if one.needs), None)
+    if needing is None:
+        return
+    if study.halving is not None or study.figure != "held_out_loss":
+        raise ConfigError(
+            f"{needing.name} in {where} needs runs of other variants",
+            got="[halving]" if study.halving is not None else f"figure {study.figure}",
+            expected="held_out_loss, of whole runs",
+            do="leave that out",
+        )
+    if study.named(study.control).combined is not None:
+        raise ConfigError(f"the control in {where} is no run", got=study.control, do="name a run as control")
 
 
 def _check_settings(variant: Variant, where: str) -> None:

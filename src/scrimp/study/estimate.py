@@ -10,7 +10,8 @@ Method   Runs that differ only in what costs nothing (seed, learning rate, sched
          its own, by the plans' peaks. Runs that are timed go alone, with all cores.
          The micro-batch that the probed run decided on is given to all runs of its cost, so that it does not depend on
          what else runs when they begin. Probes are kept in the study's folder.
-Limits   Evaluations and checkpoints are not counted, nor that runs beside each other slow each other down. A process
+Limits   Runs that need others of the study are probed without these: teachers' time and memory are not counted.
+         Evaluations and checkpoints are not counted, nor that runs beside each other slow each other down. A process
          that is the first to read a corpus prepares it, which its seconds until the first step then contain.
 Checked  tests/study/test_estimate.py
 """
@@ -100,8 +101,11 @@ def probe_all(study: Study, folder: Path, threads: int, say: Say, *, trusts: boo
         TrainingError: a run does not begin; with what it said.
         DataError: variants would read different data.
     """
-    known, found = kept_probes(folder), {}
+    known, found = kept_probes(folder), dict[str, Probe]()
     for variant in study.runs_of_a_seed:
+        if variant.combined is not None:  # what is evaluated has no steps
+            found[variant.name] = found[variant.needs[0]]
+            continue
         key = digest_of({**_settings_that_cost(variant), "threads": threads})
         if key not in known:
             say(f"measuring the first steps of {variant.name} ...")
@@ -164,7 +168,7 @@ def _left(study: Study, done: Mapping[tuple[str, int], int]) -> list[tuple[str, 
 def _ends(study: Study) -> list[tuple[Variant, list[int]]]:
     """Where each variant's rounds end; of halving as if the ones listed first went on."""
     if study.halving is None:
-        return [(one, [steps_of(one)]) for one in study.runs_of_a_seed]
+        return [(one, [steps_of(one)]) for one in study.runs_of_a_seed if one.combined is None]
     ends = study.halving.steps(steps_of(study.variants[0]))
     counts = [len(study.others)]
     for _ in ends[1:]:
@@ -257,6 +261,7 @@ def _probe(study: Study, variant: Variant, threads: int, *, trusts: bool) -> Pro
     settings = study.settings_of(variant, study.seeds[0])
     if study.trunk is not None:  # of the same sizes, but it need not be there yet
         settings |= {key: value for key, value in study.trunk.settings.items() if key.startswith("model.")}
+    settings = _without_needed(study, variant, settings)
     settings |= {"evaluation.every": 0, "checkpoint.every": 0, "checkpoint.keep_every": 0}
     with tempfile.TemporaryDirectory(prefix="scrimp-study-") as name:
         job = Job(
@@ -289,6 +294,18 @@ def _probe(study: Study, variant: Variant, threads: int, *, trusts: bool) -> Pro
         finally:
             process.kill()
         return _of_run(job, (first or time.monotonic()) - began, error)
+
+
+def _without_needed(study: Study, variant: Variant, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings without the runs that they name, which are not there yet: of the same model, without teachers."""
+    for key in variant.naming:
+        del settings[key]
+        if key == "model.weights":
+            like = study.named(variant.needs[0]).settings
+            settings |= {name: one for name, one in like.items() if name.startswith("model.")}
+        else:
+            settings["objective.name"] = "next-token"
+    return settings
 
 
 def _steps(job: Job) -> int:

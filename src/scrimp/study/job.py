@@ -23,6 +23,7 @@ from scrimp.report.curves import Array
 from scrimp.report.read_run import RunRecord, read_run
 from scrimp.study.definition import FigureName
 from scrimp.study.rows import LARGEST, Curve, Key, Row
+from scrimp.study.variants import MAY_NAME_RUNS, CombinedHow
 
 _DONE: Final = "all steps done"
 """The reason of the finish of a run that did not fail."""
@@ -47,8 +48,10 @@ class Job:
     """Where all runs of the study lie, each in a folder of its own."""
     figure: FigureName
     threads: int = 1
-    trunk: Key | None = None
-    """The run that it goes on from, which has to be there first."""
+    needs: tuple[Key, ...] = ()
+    """Runs that have to be there first: its trunk, and those that its settings name or that it combines."""
+    how: CombinedHow | None = None
+    """How the runs that it needs are evaluated together, in place of a run; None: it is a run."""
     trusts: bool = False
     """Code that settings name may run."""
     at_once: int = 1
@@ -128,8 +131,9 @@ def refuse_other_settings(job: Job) -> None:
 
 
 def _decides(text: str, job: Job) -> list[str]:
-    """The lines of a run's settings that decide its numbers: not where its trunk lies, which may have moved with it."""
-    moves = ("#",) if job.trunk is None else ("#", "model.weights = ")
+    """The lines of a run's settings that decide its numbers: not where runs lie that it needs, which may have moved
+    with it."""
+    moves = ("#", *(f"{key} = " for key in MAY_NAME_RUNS)) if job.needs else ("#",)
     return [line for line in text.splitlines() if not line.startswith(moves)]
 
 

@@ -4,6 +4,8 @@ Problem  Variants are named one by one, or are all combinations of a grid; both 
 Method   Every setting goes through the reader of `scrimp train`. A variant of a grid is called by its values. What is
          the study's own, seeds and folders, is refused. Settings of the command line (`--set`) are a part of the file,
          `[given]`, so that the file in the results' folder says all.
+         A variant may need others' runs of its seed: settings name them as run:NAME, and an ensemble or a merge is made
+         of them. What a variant needs stands before it in `ordered`.
 Checked  tests/study/test_definition.py
 """
 
@@ -17,9 +19,10 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, Literal
 
-from scrimp.config import settings_in
+from scrimp.config import nearest_word, settings_in
 from scrimp.config.write_toml import toml_value
 from scrimp.errors import ConfigError
 
@@ -27,8 +30,23 @@ _LONGEST: Final = 80
 _NAME: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._=+,-]{{0,{_LONGEST - 1}}}")
 MOST_RUNS: Final = 10_000
 _THE_STUDYS: Final = ("run.dir", "run.seed")
+CombinedHow = Literal["ensemble", "merge"]
+"""Mean of the logits of several models, or one model of the mean of their weights."""
+MAY_NAME_RUNS: Final = ("model.weights", "objective.teachers")
+"""Settings that may name runs of other variants."""
+_RUN: Final = re.compile(r"(?<![^,\s])run:([^,\s]+)")
+_MOST_DRAWS: Final = 1000
+_OF_VARIANTS: Final = ("name", "draw", "ensemble", "merge")
 Settings = Mapping[str, Any]
 """Values of settings by dotted key, as `scrimp train` has them."""
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Models of other variants' runs, evaluated together."""
+
+    how: CombinedHow
+    members: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -38,6 +56,31 @@ class Variant:
     name: str
     settings: Settings
     """The common settings with its own."""
+    draw: int = 0
+    """Which other initial weights and order of the data than those of its seed it has; 0: those."""
+    combined: Combined | None = None
+    """What is evaluated in place of a run of its own; None: it is a run."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the variants whose runs it needs, each once."""
+        if self.combined is not None:
+            return self.combined.members
+        return tuple(
+            dict.fromkeys(one for key in self.naming for one in _RUN.findall(str(self.settings[key])))
+        )
+
+    @property
+    def naming(self) -> tuple[str, ...]:
+        """Settings that name runs of other variants."""
+        return tuple(key for key in MAY_NAME_RUNS if _RUN.search(str(self.settings.get(key) or "")))
+
+    def named_in(self, folders: Mapping[str, Path]) -> dict[str, str]:
+        """Its settings that name runs, by the folders of these."""
+        return {
+            key: _RUN.sub(lambda found: str(folders[found[1]]), str(self.settings[key]))
+            for key in self.naming
+        }
 
 
 def table_of(table: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
@@ -120,6 +163,7 @@ def variants_of(
             do="remove one of the two" if "grid" in table else "add one of the two",
         )
     own = _of_grid(table, where) if "grid" in table else _of_list(table["variants"], where)
+    further = {} if "grid" in table else _further(table["variants"], own, where)
     names = [name for name, _ in own]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -136,8 +180,41 @@ def variants_of(
     variants = []
     for name, settings in own:
         changed = {key: given.get(key, value) for key, value in settings.items()}
-        variants.append(Variant(name, {**common, **changed}))
+        draw, combined = further.get(name, (0, None))
+        variants.append(Variant(name, {**common, **changed}, draw, combined))
     return common, tuple(variants)
+
+
+def ordered(variants: Sequence[Variant], where: str) -> tuple[Variant, ...]:
+    """As they are listed, but after what they need.
+
+    Raises:
+        ConfigError: one needs what is no run of the study, or itself.
+    """
+    known, found = {one.name: one for one in variants}, dict[str, Variant]()
+
+    def add(variant: Variant, path: tuple[str, ...]) -> None:
+        for name in variant.needs:
+            if name not in known or known[name].combined is not None:
+                near = nearest_word(name, [one.name for one in variants if one.combined is None])
+                raise ConfigError(
+                    f"{variant.name} in {where} needs a run that is not there",
+                    got=name,
+                    expected="another variant that is a run",
+                    do=f"did you mean {near}?" if near else "add the variant",
+                )
+            if name in path:
+                raise ConfigError(
+                    f"variants in {where} need one another",
+                    got=" of ".join([*path, name]),
+                    do="break the circle",
+                )
+            add(known[name], (*path, name))
+        found.setdefault(variant.name, variant)
+
+    for one in variants:
+        add(one, (one.name,))
+    return tuple(found.values())
 
 
 def _of_list(value: object, where: str) -> list[tuple[str, dict[str, Any]]]:
@@ -156,9 +233,44 @@ def _of_list(value: object, where: str) -> list[tuple[str, dict[str, Any]]]:
                 got=shown(name) if name is not None else "no name",
                 expected="up to 80 letters, digits and . _ = + , - , the first a letter or digit",
             )
-        rest = {key: setting for key, setting in one.items() if key != "name"}
+        rest = {key: setting for key, setting in one.items() if key not in _OF_VARIANTS}
         found.append((name, settings_of_part(rest, where, f"variants, {name}")))
     return found
+
+
+def _further(
+    tables: Sequence[Mapping[str, Any]], own: Sequence[tuple[str, Settings]], where: str
+) -> dict[str, tuple[int, Combined | None]]:
+    """By name what listed variants have beside settings: their draw, and what they combine."""
+    found = {}
+    for one, (name, settings) in zip(tables, own, strict=True):
+        draw = one.get("draw", 0)
+        if not isinstance(draw, int) or isinstance(draw, bool) or not 0 <= draw <= _MOST_DRAWS:
+            raise ConfigError(
+                f"draw of {name} in {where} cannot be used",
+                got=shown(draw),
+                expected=f"0 to {_MOST_DRAWS:,}: which other initial weights and order of the data",
+            )
+        how = [key for key in ("ensemble", "merge") if key in one]
+        if how and (len(how) > 1 or settings or draw):
+            raise ConfigError(
+                f"{name} in {where} is made of other runs, and has settings of a run of its own",
+                got=", ".join([*how, *settings, *(["draw"] if draw else [])]),
+                expected=f"a name and {how[0]} alone",
+            )
+        found[name] = draw, _combined(one[how[0]], how[0], name, where) if how else None
+    return found
+
+
+def _combined(value: object, how: str, name: str, where: str) -> Combined:
+    names = [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+    if names != value or len(names) < 2 or len(set(names)) < len(names):
+        raise ConfigError(
+            f"{how} of {name} in {where} cannot be used",
+            got=shown(value),
+            expected="names of two or more variants, each once",
+        )
+    return Combined("ensemble" if how == "ensemble" else "merge", tuple(names))
 
 
 def _of_grid(table: Mapping[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:

@@ -18,6 +18,7 @@ Checked  tests/training/test_distillation.py
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,17 +101,24 @@ class Distillation(NextToken):
             soft=soft,
         )
 
-    @running
-    @torch.no_grad()
     def _soft(self, model: Model, batch: Batch) -> SoftTargets:
         if not self._loaded:
-            self._loaded.extend(_load(one, batch.tokens_BT.device, model.dtype) for one in self.teachers)
-        hidden = (one(batch.tokens_BT, batch.document_starts).flatten(0, 1) for one in self._loaded)
-        return SoftTargets(self.weight, tuple(hidden), tuple(one.head_weight for one in self._loaded))
+            self._loaded.extend(
+                frozen_model(one, batch.tokens_BT.device, model.dtype) for one in self.teachers
+            )
+        return soft_targets(self._loaded, batch, self.weight)
 
 
-def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> Model:
-    """A teacher that runs and never changes."""
+@running
+@torch.no_grad()
+def soft_targets(models: Sequence[Model], batch: Batch, weight: float) -> SoftTargets:
+    """What models say of a micro-batch."""
+    hidden = (one(batch.tokens_BT, batch.document_starts).flatten(0, 1) for one in models)
+    return SoftTargets(weight, tuple(hidden), tuple(one.head_weight for one in models))
+
+
+def frozen_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Model:
+    """A model that runs and never changes."""
     model = build_model(architecture_of_weights(folder), device=device, dtype=dtype)
     fill_from_weights(model, folder)
     return model.eval().requires_grad_(False)

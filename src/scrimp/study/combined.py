@@ -1,0 +1,130 @@
+"""Models of several runs, evaluated together: the mean of their logits, or one model of the mean of their weights.
+
+Problem  An ensemble and a merge of runs have no run of their own, and yet a held-out loss.
+Method   They are evaluated as each of the runs was at its end: on the same tokens of the same corpus, in the same
+         rows, in the working format. An ensemble runs all models on each batch, as the teachers of a distillation do
+         (`scrimp.objectives.soft_targets`), in float32. A merge adds up the weights in float64, a tensor at a time: one
+         model and one tensor are in memory, whatever the number of runs.
+Limits   In this process, on the first member's device; runs of one architecture where weights are averaged.
+Checked  tests/study/test_combined.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from scrimp.data import IGNORED, Batch
+from scrimp.errors import ModelError, ScrimpError
+from scrimp.formats.grouping import cut
+from scrimp.gemm.problem import DTYPES
+from scrimp.models.model import Model
+from scrimp.objectives.base import LossSums
+from scrimp.objectives.next_token import NextToken
+from scrimp.precision import parse_rules
+from scrimp.profiler import resolve_device
+from scrimp.runtime import Executable
+from scrimp.study.job import Job, data_digest, row_of, run_name
+from scrimp.study.rows import Curve, Row
+from scrimp.training.distillation import frozen_model, soft_targets
+from scrimp.training.evaluation import evaluate
+from scrimp.training.run_data import open_run_corpus
+from scrimp.training.run_folder import saved_config
+from scrimp.training.trained_weights import checkpoint_of, finite_weights
+from scrimp.world import ALONE
+
+
+def combined_row(job: Job) -> Row:
+    """The row of models that are evaluated together."""
+    began, folders = time.monotonic(), [job.folder / run_name(name, seed) for name, seed, _ in job.needs]
+    try:
+        loss = held_out_loss(folders, job.how == "merge")
+    except ScrimpError as error:
+        return row_of(job, seconds=time.monotonic() - began, error=f"{error.what}; {error.got}")
+    row = row_of(job, seconds=time.monotonic() - began, error="")
+    return replace(
+        row,
+        error=None,
+        figures={job.figure: loss},
+        held_out=Curve(steps=[job.steps], values=[loss]),
+        data=data_digest(folders[0]),
+    )
+
+
+def held_out_loss(folders: Sequence[Path], is_merge: bool) -> float:
+    """Held-out loss of the runs in these folders together, in nats a token.
+
+    Args:
+        is_merge: of the mean of their weights; else of the mean of their logits.
+
+    Raises:
+        ScrimpError: a run has no checkpoint or no held-out text, or weights of other shapes than the first.
+    """
+    config = saved_config(folders[0])
+    device = resolve_device(config.device).torch_device
+    dtype = DTYPES[config.train.parameters]
+    models = [frozen_model(folders[0], device, dtype)] if is_merge else []
+    if is_merge:
+        average(models[0], folders)
+    else:
+        models += [frozen_model(one, device, dtype) for one in folders]
+    executable = Executable(
+        models[0],
+        device,
+        parse_rules(config.precision).compute,
+        config.train.loss_chunk or 0,
+        Ensemble(models=tuple(models)),
+    )
+    return evaluate(
+        executable,
+        open_run_corpus(config, ALONE, progress=False).held_out,
+        sequence=config.train.sequence or 0,
+        micro_batch=config.train.micro_batch or 1,
+        max_tokens=config.evaluation.tokens,
+        mask_documents=config.data.mask_documents,
+    ).loss
+
+
+@torch.no_grad()
+def average(model: Model, folders: Sequence[Path]) -> None:
+    """Fill a model with the mean of the weights of runs.
+
+    Raises:
+        ModelError: a run has other tensors than the model.
+    """
+    parameters = dict(model.named_parameters())
+    streams = [finite_weights(checkpoint_of(folder)) for folder in folders]
+    for tensors in zip(*streams, strict=True):
+        (name, first), others = tensors[0], tensors[1:]
+        if any(other != name or one.shape != first.shape for other, one in others):
+            raise ModelError(
+                f"{folders[0]} and other runs have different weights",
+                got=f"{name} of shape {list(first.shape)}, and others",
+                expected="runs of one architecture",
+            )
+        total = first.double()
+        for _, one in others:
+            total += one
+        parameters[name].copy_(total / len(folders))
+
+
+@dataclass(frozen=True)
+class Ensemble(NextToken):
+    """The loss of the mean of several models' logits; for evaluations alone."""
+
+    models: tuple[Model, ...] = ()
+
+    def loss(self, model: Model, batch: Batch, *, chunk: int = 0) -> LossSums:
+        """Of all models, whichever is given."""
+        soft, targets_S = soft_targets(self.models, batch, 1.0), batch.targets_BT.flatten()
+        parts = list(cut(len(targets_S), chunk or len(targets_S)))
+        losses = [
+            cross_entropy(soft.logits(part), targets_S[part], ignore_index=IGNORED, reduction="sum")
+            for part in parts
+        ]
+        return LossSums(torch.stack(losses).sum(), torch.zeros(()))

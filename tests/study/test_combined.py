@@ -1,0 +1,124 @@
+"""Ensembles and merges of real runs against what is computed by hand from their weights."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import TINY, scrimp, write_corpus
+from torch import Tensor
+
+from scrimp.data import evaluation_batches
+from scrimp.errors import ScrimpError
+from scrimp.models.model import Model, build_model
+from scrimp.study.combined import average, held_out_loss
+from scrimp.study.rows import read_rows
+from scrimp.training.run_data import open_run_corpus
+from scrimp.training.run_folder import saved_config
+from scrimp.training.trained_weights import architecture_of_weights, fill_from_weights
+from scrimp.world import ALONE
+
+NAMES = ("one", "two", "three")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study of three runs, their ensemble, their merge, and a student of two of them."""
+    folder = tmp_path_factory.mktemp("combined")
+    corpus = write_corpus(folder)
+    settings = [word.removeprefix("--").replace("-", "_").split("=") for word in TINY if "=" in word]
+    lines = [f"{key} = {value if value.isdecimal() else json.dumps(value)}" for key, value in settings]
+    runs = "".join(f'[[variants]]\nname = "{name}"\ndraw = {n}\n' for n, name in enumerate(NAMES))
+    text = f"""
+seeds = [5]
+control = "one"
+[settings]
+{chr(10).join(lines)}
+data.source = "{corpus}"
+data.cache = "{folder / "cache"}"
+data.held_out = 0.1
+train.steps = 12
+optimizer.lr = 3e-3
+{runs}
+[[variants]]
+name = "ensemble"
+ensemble = {list(NAMES)}
+[[variants]]
+name = "merge"
+merge = {list(NAMES)}
+[[variants]]
+name = "student"
+objective.name = "distill"
+objective.teachers = "run:two,run:three"
+[[variants]]
+name = "longer"
+model.weights = "run:two"
+"""
+    (folder / "mine.toml").write_text(text, encoding="utf-8")
+    done = scrimp("study", str(folder / "mine.toml"), "--out", str(folder / "out"), timeout=400.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "out"
+
+
+def loaded(run: Path) -> Model:
+    model = build_model(architecture_of_weights(run), dtype=torch.float32)
+    fill_from_weights(model, run)
+    return model.double().eval()
+
+
+def losses_of(run: Path, models: list[Model]) -> Tensor:
+    """The loss of the mean of all logits on the run's held-out tokens, in float64, row by row."""
+    config, total, count = saved_config(run), 0.0, 0
+    stream = open_run_corpus(config, ALONE, progress=False).held_out
+    for batch in evaluation_batches(
+        stream, sequence=64, micro_batch=1, max_tokens=config.evaluation.tokens, mask_documents=True
+    ):
+        with torch.no_grad():
+            logits = torch.stack([one.logits(one(batch.tokens_BT, batch.document_starts)) for one in models])
+        log_p = logits.mean(0).log_softmax(-1).flatten(0, 1)
+        targets = batch.targets_BT.flatten()
+        real = targets >= 0
+        total -= log_p[real].gather(1, targets[real][:, None]).sum()
+        count += int(real.sum())
+    return torch.as_tensor(total / count)
+
+
+def row(results: Path, variant: str) -> float:
+    found = read_rows(results)[variant, 5, 12].figures["held_out_loss"]
+    assert found is not None
+    return found
+
+
+def test_an_ensemble_is_the_mean_of_logits(results: Path) -> None:
+    runs = [results / "runs" / f"{name}-seed5" for name in NAMES]
+    expected = losses_of(runs[0], [loaded(run) for run in runs])
+    assert row(results, "ensemble") == pytest.approx(float(expected), rel=1e-5)
+    assert float(losses_of(runs[0], [loaded(runs[0])])) == pytest.approx(row(results, "one"), rel=1e-5)
+    # A log-sum-exp of means is at most the mean of log-sum-exps.
+    assert row(results, "ensemble") < statistics.fmean(row(results, name) for name in NAMES)
+
+
+def test_a_merge_is_the_mean_of_weights(results: Path) -> None:
+    runs = [results / "runs" / f"{name}-seed5" for name in NAMES]
+    models = [loaded(run) for run in runs]
+    merged = loaded(runs[0])
+    average(merged, runs)
+    for name, parameter in merged.named_parameters():
+        parts = [dict(model.named_parameters())[name] for model in models]
+        torch.testing.assert_close(parameter, torch.stack(parts).mean(0), rtol=1e-12, atol=1e-15)
+    assert row(results, "merge") == pytest.approx(float(losses_of(runs[0], [merged])), rel=1e-5)
+
+
+def test_students_and_runs_that_go_on_find_what_they_need(results: Path) -> None:
+    teachers = str(saved_config(results / "runs" / "student-seed5").objective.teachers)
+    assert teachers == ",".join(str(results / "runs" / f"{name}-seed5") for name in ("two", "three"))
+    assert row(results, "longer") < row(results, "two")
+    assert row(results, "student") != row(results, "one")
+
+
+def test_a_combination_of_what_is_not_there_is_refused(results: Path) -> None:
+    with pytest.raises(ScrimpError):
+        held_out_loss([results / "runs" / "one-seed5", results / "runs" / "nobody-seed5"], is_merge=False)
