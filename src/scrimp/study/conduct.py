@@ -172,15 +172,15 @@ def _needs_of(study: Study, variant: Variant, seed: int) -> tuple[Key, ...]:
 def _waiting(jobs: Sequence[Job], rows: dict[Key, Row], retried: set[Key]) -> list[Job]:
     """Those without a row, and those that failed in an earlier call, with all that these need and is not there; no
     trunk that nothing needs."""
-    found = {job.key for job in jobs if job.variant != TRUNK and (job.key not in rows or job.key in retried)}
+    trunks = {key for job in jobs for key in job.needs if key[0] == TRUNK}
+    found = {job.key for job in jobs if job.key not in trunks and (job.key not in rows or job.key in retried)}
     by_key = {job.key: job for job in jobs}
     for job in reversed(jobs):  # each comes after what it needs
         if job.key in found:
             found |= {key for key in job.needs if _is_to_be_made(by_key[key], rows, retried)}
     for key in found:
-        if by_key[key].variant == TRUNK or key not in retried:
-            rows.pop(key, None)
-            retried.discard(key)
+        rows.pop(key, None)
+        retried.discard(key)
     return [job for job in jobs if job.key in found]
 
 
