@@ -84,18 +84,18 @@ def check_optimizer(config: Config) -> None:
             got=f"optimizer.rank {settings.rank:,}",
             do="leave optimizer.rank out, or set --optimizer.name galore or fira",
         )
+    if config.train.parameters == "bf16" and not settings.master_weights and not facts.rounds:
+        raise ConfigError(
+            f"optimizer {name} needs master weights beside bf16 parameters",
+            got="optimizer.master_weights false",
+            do="leave optimizer.master_weights out, or set --optimizer.name adamw",
+        )
     if settings.moments not in facts.moments:
         raise ConfigError(
             f"optimizer {name} does not keep its state in that format",
             got=f"optimizer.moments {settings.moments}",
             expected=f"one of {', '.join(facts.moments)}",
             do="leave optimizer.moments out, or set --optimizer.name adamw",
-        )
-    if config.train.parameters == "bf16" and not settings.master_weights and not facts.rounds:
-        raise ConfigError(
-            f"optimizer {name} needs master weights beside bf16 parameters",
-            got="optimizer.master_weights false",
-            do="leave optimizer.master_weights out, or set --optimizer.name adamw",
         )
     if facts.on_host:
         return

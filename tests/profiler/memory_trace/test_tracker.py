@@ -110,7 +110,7 @@ def test_workspace_of_a_softmax_that_knows_empty_rows(rule: WorkspaceRule) -> No
     assert hidden <= rule(softmax, (scores, -1), {}) <= hidden + 3 * 512
 
 
-@pytest.mark.parametrize("rows", [1, 3, 64, 193])
+@pytest.mark.parametrize("rows", [3, 64, 193])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_workspace_of_eigenvectors(rows: int, dtype: torch.dtype) -> None:
     matrix, eigh = torch.randn(rows, rows, dtype=dtype), torch.ops.aten._linalg_eigh.default
