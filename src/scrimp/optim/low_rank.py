@@ -111,7 +111,7 @@ def leading_vectors(gradient: Tensor, rank: int) -> Tensor:
         exact = columns.double()
         squares.addmm_(exact, exact.T)
         del exact
-    vectors = torch.linalg.eigh(squares).eigenvectors[:, -rank:].flip(1)
+    vectors: Tensor = torch.linalg.eigh(squares).eigenvectors[:, -rank:].flip(1)
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
     return vectors.mul_(largest.sign())
 

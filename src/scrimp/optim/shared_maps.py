@@ -173,7 +173,8 @@ class SharedMaps:
         self._rounds = [
             self._owners(maps[start : start + self._size]) for start in range(0, len(maps), self._size)
         ]
-        self.owned = [one for owned in self._rounds if (one := owned[self._rank]) is not None]
+        mine = (owned[self._rank] for owned in self._rounds)
+        self.owned = [own_map for own_map in mine if own_map is not None]
         """The maps whose updates this rank makes."""
 
     def update(self, names: Collection[str], move: Move, make: Make, follow: Follow) -> None:
