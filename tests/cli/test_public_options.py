@@ -21,6 +21,7 @@ CONFIG = """
 --train.steps --train.sequence --train.batch-tokens --train.micro-batch --optimizer.name --optimizer.lr
 --schedule.name --schedule.warmup-steps --schedule.final-lr-ratio --optimizer.weight-decay --optimizer.beta1
 --optimizer.beta2 --optimizer.eps --optimizer.momentum
+--optimizer.rank --optimizer.refresh-every --optimizer.low-rank-scale
 --optimizer.clip --objective.name --objective.teachers --objective.teacher-weight --objective.z-loss
 --train.parameters --optimizer.master-weights --optimizer.moments --optimizer.from-weights
 --optimizer.no-from-weights --train.loss-chunk

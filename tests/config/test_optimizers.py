@@ -18,9 +18,9 @@ MUON = Config(model=ModelConfig(preset="llama-3m"))
 MUON = dataclasses.replace(MUON, optimizer=dataclasses.replace(MUON.optimizer, name="muon"))
 
 
-def resolved(**settings: Any) -> Any:
+def resolved(*, ranks: int = 1, **settings: Any) -> Any:
     config = replace_values(MUON, {key.replace("__", "."): value for key, value in settings.items()})
-    return resolve(config, preset("llama-3m"), device_type="cpu")
+    return resolve(config, preset("llama-3m"), device_type="cpu", ranks=ranks)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -63,3 +63,59 @@ def test_what_is_open_stays_on_the_device_and_says_why() -> None:
     assert (memory.weights, memory.gradients, memory.optimizer) == ("device",) * 3
     assert "muon" in found.reasons["memory.optimizer"]
     assert resolved(memory__optimizer="device").config.memory.optimizer == "device"
+
+
+LOW_RANK = pytest.mark.parametrize("name", ["galore", "fira"])
+
+
+@LOW_RANK
+def test_the_rank_is_a_quarter_of_the_width_unless_it_is_given(name: str) -> None:
+    found = resolved(optimizer__name=name)
+    width = preset("llama-3m").width
+    assert found.config.optimizer.rank == width // 4
+    assert f"a quarter of the width {width}" in found.reasons["optimizer.rank"]
+    assert resolved(optimizer__name=name, optimizer__rank=7).config.optimizer.rank == 7
+    again = resolve(found.config, preset("llama-3m"), device_type="cpu")
+    assert (again.config, again.reasons) == (found.config, {})
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_rank_is_refused_beside_an_optimizer_without_projectors(name: str) -> None:
+    assert resolved(optimizer__name=name).config.optimizer.rank is None
+    with pytest.raises(ConfigError, match=rf"{name} has no projectors.*optimizer\.rank 16.*galore or fira"):
+        resolved(optimizer__name=name, optimizer__rank=16)
+
+
+@LOW_RANK
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer__moments": "bf16"}, "does not keep its state in that format.*moments bf16"),
+        ({"optimizer__moments": "8bit"}, "moments 8bit"),
+        ({"precision": "bf16", "optimizer__master_weights": False}, "needs master weights"),
+        ({"memory__optimizer": "host"}, "updates on the device only"),
+        ({"memory__update": "cpu"}, "has no update on the CPU"),
+        ({"outer__every": 4, "layout__dp": 2}, "not carried out beside outer.every"),
+    ],
+)
+def test_what_low_rank_states_cannot_keep_is_refused_by_name(
+    name: str, settings: dict[str, Any], message: str
+) -> None:
+    ranks = settings.get("layout__dp", 1)
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolved(ranks=ranks, optimizer__name=name, **settings)
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer.rank", 0),
+        ("optimizer.refresh_every", 0),
+        ("optimizer.low_rank_scale", 0.0),
+        ("optimizer.low_rank_scale", float("nan")),
+    ],
+)
+def test_numbers_that_no_subspace_can_have_are_refused(key: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is out of range"):
+        check_values(replace_values(MUON, {"optimizer.name": "galore", key: value}))

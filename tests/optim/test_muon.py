@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from scrimp.config import Architecture, OptimizerConfig
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
-from scrimp.optim.muon import Muon, memory, stacked_rows
+from scrimp.optim.muon import Muon, memory
+from scrimp.optim.shared_maps import stacked_rows
 from scrimp.profiler.memory_trace import TracedStep
 from scrimp.training.checkpoint import CheckpointStore
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -78,16 +78,21 @@ def matrices() -> dict[str, Tensor]:
 
 def exchanged(rank: int) -> tuple[dict[str, Tensor], float, list[str]]:
     own = parts(rank, matrices())
-    shared = SharedMaps(maps_of(ROWS, {name: shape[1] for name, shape in SHAPES.items()}), own, None)
+    maps = maps_of(ROWS, {name: shape[1] for name, shape in SHAPES.items()})
+    shared = SharedMaps(maps, own, None, torch.bfloat16)
     found = {name: torch.full_like(part.local, torch.nan) for name, part in own.items()}
     seen: list[str] = []
 
     def follow(one: Map, rows: slice, move: Tensor) -> None:
         found[one.name][rows] = move.float() * one.rows
 
-    def make(whole: Tensor) -> Tensor:
-        seen.append(str(tuple(whole.shape)))
-        return orthogonalised(whole)
+    def make(one: Map) -> Callable[[Tensor], Tensor]:
+        def made(whole: Tensor) -> Tensor:
+            seen.append(str(tuple(whole.shape)))
+            return orthogonalised(whole)
+
+        assert one in shared.owned
+        return made
 
     with counting_collectives() as counted:
         shared.update(SHAPES, lambda name, rows: own[name].local[rows], make, follow)

@@ -1,4 +1,4 @@
-"""Whole runs of Muon and of an optimizer of one's own that go from ranks to one process and back."""
+"""Whole runs of Muon, Fira and an optimizer of one's own that go from ranks to one process and back."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ def test_runs_go_from_ranks_to_one_process_and_back(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(ADAM)
     words = {
         "muon": ["--optimizer.name=muon"],
+        "fira": ["--optimizer.name=fira", "--optimizer.rank=8", "--optimizer.refresh-every=2"],
         "own": [f"--optimizer.name={tmp_path / 'own.py'}:Own", "--trust-code"],
     }
     corpus = write_corpus(tmp_path)
     alone = [flags(corpus, tmp_path / name, *SETTINGS, *more) for name, more in words.items()]
-    assert commands(0, alone) == [0, 0]
+    assert commands(0, alone) == [0] * len(words)
     on_two = [
         line
         for name, more in words.items()
@@ -57,7 +58,7 @@ def test_runs_go_from_ranks_to_one_process_and_back(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     assert spawn(2, commands, tmp_path / "two", on_two) == [[0] * len(on_two)] * 2
     back = [goes_on(tmp_path / f"{name} shards", tmp_path / f"{name} to one") for name in words]
-    assert commands(0, back) == [0, 0]
+    assert commands(0, back) == [0] * len(words)
     for name in words:
         expected = list(losses(tmp_path / name).values())
         for other in ("shards", "from one", "cut layers from one", "to one"):

@@ -102,11 +102,16 @@ _ANSWERS: dict[str, Answer] = {
         "leave it out: schedule.name wsd decays over the last fifth of the run",
         "decay_ratio warmdown_ratio warmdown_iters cooldown_steps",
     ),
-    **_named("optimizer.name", "optimizer optim optimizer_type optimizer_name", note="adamw or muon"),
+    **_named(
+        "optimizer.name", "optimizer optim optimizer_type optimizer_name", note="adamw, muon, galore or fira"
+    ),
     **_none("leave it out: each option of the optimizer is a setting optimizer.*", "optim_args"),
     **_named("optimizer.beta1", "adam_beta1 adam_beta_1"),
     **_named("optimizer.beta2", "adam_beta2 adam_beta_2"),
     **_named("optimizer.momentum", "muon_momentum"),
+    **_named("optimizer.rank", "galore_rank"),
+    **_named("optimizer.refresh_every", "update_proj_gap galore_update_interval"),
+    **_named("optimizer.low_rank_scale", "galore_scale"),
     **_named("optimizer.eps", "adam_epsilon epsilon"),
     **_named(
         "optimizer.clip",

@@ -147,6 +147,8 @@ def check_outer(config: Config, device_type: str, ranks: int) -> None:
             do="set layout.dp, or leave outer.every out",
         )
     refused = [("precision", config.precision)] * config.is_planned
+    # Subspaces of several copies have no mean.
+    refused += [("optimizer.name", optimizer.name)] * facts_of(optimizer.name).low_rank
     # The exchange has a group of its own.
     refused += [("layout.backends", config.layout.backends or "")] * (
         "dp" in axis_backends(config.layout.backends)

@@ -28,6 +28,8 @@ class OptimizerFacts:
     """Whether it updates bf16 parameters without master weights."""
     planned_on_ranks: bool = False
     """Whether formats can be planned by its rule where each of several ranks has some rows of a parameter."""
+    low_rank: bool = False
+    """Whether it has projectors (`optimizer.rank`), of which copies that train alone have no mean."""
 
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {
@@ -39,6 +41,8 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
         planned_on_ranks=True,
     ),
     "muon": OptimizerFacts("scrimp.optim.muon", moments=("auto", "fp32", "bf16", "8bit")),
+    "galore": OptimizerFacts("scrimp.optim.galore", low_rank=True),
+    "fira": OptimizerFacts("scrimp.optim.galore", low_rank=True),
 }
 
 
@@ -74,18 +78,24 @@ def check_optimizer(config: Config) -> None:
     """
     settings, memory = config.optimizer, config.memory
     name, facts = settings.name, facts_of(settings.name)
-    if settings.moments not in facts.moments:
+    if settings.rank is not None and not facts.low_rank:
         raise ConfigError(
-            f"optimizer {name} does not keep its state in that format",
-            got=f"optimizer.moments {settings.moments}",
-            expected=f"one of {', '.join(facts.moments)}",
-            do="leave optimizer.moments out, or set --optimizer.name adamw",
+            f"optimizer {name} has no projectors",
+            got=f"optimizer.rank {settings.rank:,}",
+            do="leave optimizer.rank out, or set --optimizer.name galore or fira",
         )
     if config.train.parameters == "bf16" and not settings.master_weights and not facts.rounds:
         raise ConfigError(
             f"optimizer {name} needs master weights beside bf16 parameters",
             got="optimizer.master_weights false",
             do="leave optimizer.master_weights out, or set --optimizer.name adamw",
+        )
+    if settings.moments not in facts.moments:
+        raise ConfigError(
+            f"optimizer {name} does not keep its state in that format",
+            got=f"optimizer.moments {settings.moments}",
+            expected=f"one of {', '.join(facts.moments)}",
+            do="leave optimizer.moments out, or set --optimizer.name adamw",
         )
     if facts.on_host:
         return

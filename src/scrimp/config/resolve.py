@@ -19,6 +19,7 @@ moments              fp32 beside fp32 parameters or master weights; bf16 beside 
                      the user (`benchmarks/moment_formats.py`).
 layout.*             see `scrimp.config.layout`.
 sizes of batches     see `scrimp.config.batches`.
+rank                 of GaLore and Fira: a quarter of the width, as in most of GaLore's published runs.
 lr, every so often   see `scrimp.config.cadence`.
 snip.*               see `scrimp.config.snip`; decided only for precision = snip.
 compile              on for CUDA; off on a CPU, where compiling costs more than a short run gains.
@@ -92,6 +93,8 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
         value, reasons["precision"] = _precision(config.precision, device_type)
         config = replace_values(config, {"precision": value})
     config = _with_formats(config, decide)
+    if facts_of(config.optimizer.name).low_rank:
+        config = decide(config, "optimizer.rank", lambda: _rank(architecture))
     check_outer(config, device_type, ranks)
     pipeline.check_stages(config, architecture.num_layers)
     check_gathered(config, architecture.num_layers)
@@ -225,6 +228,11 @@ def _moments(config: Config) -> Decision:
     if config.train.parameters == "bf16" and config.optimizer.master_weights is False:
         return "bf16", "as fine as the bf16 parameters that they move"
     return "fp32", "as fine as the fp32 weights that they move"
+
+
+def _rank(architecture: Architecture) -> Decision:
+    width = architecture.width
+    return max(1, width // 4), f"a quarter of the width {width:,}, as in most of GaLore's published runs"
 
 
 def _compile(config: Config, device_type: str) -> Decision:

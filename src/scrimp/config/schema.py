@@ -149,8 +149,9 @@ class OptimizerConfig:
     """How gradients move the weights."""
 
     name: str = "adamw"
-    """adamw, or muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest. Or FILE.py:NAME, a
-    torch.optim.Optimizer of your own (with --trust-code)."""
+    """adamw; or, with AdamW for all but the blocks' matrices, muon: orthogonalised momentum; galore: Adam in a low-rank
+    subspace of gradients, with a fraction of its states; fira: and what that leaves out, scaled alike. Or FILE.py:NAME,
+    a torch.optim.Optimizer of your own (with --trust-code)."""
     lr: float | None = None
     """Peak learning rate. Unset: min(3e-3, 0.8 / width), a tenth of that from model.weights, but for those whose
     optimizer's states go over too (from_weights)."""
@@ -162,6 +163,13 @@ class OptimizerConfig:
     """AdamW: decay of the second moment."""
     momentum: float = 0.95
     """Muon: decay of the average of gradients."""
+    rank: int | None = None
+    """GaLore and Fira: rank of the subspace; a matrix that is no larger is updated in full. Unset: a quarter of the
+    model's width."""
+    refresh_every: int = 200
+    """GaLore and Fira: updates from one subspace to the next."""
+    low_rank_scale: float = 0.25
+    """GaLore and Fira: factor of the learning rate of the blocks' matrices."""
     eps: float = 1e-8
     """AdamW: added to the root of the second moment."""
     clip: float = 1.0

@@ -38,12 +38,11 @@ import torch
 from torch import Tensor, nn
 
 from scrimp.config import Architecture, OptimizerConfig
-from scrimp.config.experts import has_experts
-from scrimp.models import ModelSpec, place, spec_of
+from scrimp.models import ModelSpec, spec_of
 from scrimp.optim.adamw import AdamW
 from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.optim.newton_schulz import matched_rate, orthogonalised
-from scrimp.optim.shared_maps import Map, SharedMaps, WholeMaps, maps_of
+from scrimp.optim.shared_maps import Map, SharedMaps, WholeMaps, maps_of, sharing_group, stacked_rows
 from scrimp.optim.targets import Targets
 from scrimp.optim.update_rules import MuonRule
 from scrimp.profiler.memory_trace import GradientSums, Tracing
@@ -60,15 +59,9 @@ RATE = "match_rms_adamw"
 
 def build(executable: Executable, settings: OptimizerConfig, *, seed: int) -> Muon:
     """Muon of a run: all of it on the device."""
-    model, mesh = executable.model, executable.mesh
-    parameters, is_shared, group = dict(model.named_parameters()), False, None
-    if not mesh.is_trivial:
-        # Routed experts are cut over all ranks of a stage, everything else over those that share a copy of it.
-        layout, routed = mesh.layout, has_experts(model.spec.architecture)
-        is_shared = (layout.ranks // layout.pp if routed else layout.shards * layout.tp) > 1
-        if is_shared:
-            group = (mesh.of_experts if routed else mesh.of_stage).get_group()
-    return Muon(parameters, settings, model.spec, seed=seed, is_shared=is_shared, group=group)
+    model = executable.model
+    parameters = dict(model.named_parameters())
+    return Muon(parameters, settings, model.spec, seed=seed, group=sharing_group(executable))
 
 
 def memory(
@@ -79,13 +72,6 @@ def memory(
     return MuonMemory(architecture, rest, is_shared=ranks > 1)
 
 
-def stacked_rows(spec: ModelSpec, name: str) -> tuple[int, ...] | None:
-    """Rows of each map that is stacked in a block's weight matrix; None: AdamW has this parameter."""
-    block, inside = place(name)
-    linear = spec.shapes.get(inside.removesuffix(".weight")) if inside.endswith(".weight") else None
-    return None if block is None or linear is None else linear.stacked
-
-
 class Muon(AdamW):
     """Orthogonalised momentum for the matrices of the blocks, AdamW for the rest.
 
@@ -94,8 +80,7 @@ class Muon(AdamW):
         settings: as of `AdamW`, and `momentum`.
         spec: of the model that the parameters are of.
         seed: of AdamW's rounding noise, where its averages are rounded.
-        is_shared: ranks have parts of the matrices; making it is a collective then.
-        group: those that together have all of them; None: all ranks.
+        group: ranks that have parts of the matrices, for which making it is a collective; None: they lie here whole.
     """
 
     name = "muon"
@@ -107,7 +92,6 @@ class Muon(AdamW):
         spec: ModelSpec,
         *,
         seed: int = 0,
-        is_shared: bool = False,
         group: ProcessGroup | None = None,
     ) -> None:
         self._spec = spec
@@ -117,7 +101,8 @@ class Muon(AdamW):
         super().__init__(parameters, settings, seed=seed)
         parts = {name: self._tensor_parts[name] for name in self._rows}
         maps = maps_of(self._rows, {name: part.shape[1] for name, part in parts.items()})
-        self._maps = SharedMaps(maps, parts, group) if is_shared else WholeMaps(maps)
+        bf16 = torch.bfloat16
+        self._maps = WholeMaps(maps, bf16) if group is None else SharedMaps(maps, parts, group, bf16)
 
     def _add(self, name: str, parameter: nn.Parameter) -> None:
         rows = stacked_rows(self._spec, name)
@@ -156,7 +141,7 @@ class Muon(AdamW):
             rate = lr * matched_rate(one.rows, one.columns)
             step(self._targets[one.name][rows], move, rate, lr * settings.weight_decay)
 
-        self._maps.update(gradients.keys(), move, orthogonalised, follow)
+        self._maps.update(gradients.keys(), move, lambda one: orthogonalised, follow)
 
 
 def moved(gradient: Tensor, average: Tensor, momentum: float) -> Tensor:

@@ -1,26 +1,29 @@
 """Maps of which ranks have parts, each made whole on one rank for a moment.
 
-Problem  Muon orthogonalises whole matrices, and under FSDP2 and `layout.tp` a rank has some rows or columns of each.
-Method   Momentum and updates move number by number, and stay where the parameter is. Only what is orthogonalised
-         travels, in the bf16 that Newton-Schulz computes in. The largest maps come first, as many in a round as ranks
-         share the model, and each has an owner of its own, one that has much of it already::
+Problem  Muon orthogonalises whole matrices, GaLore projects them, and under FSDP2 and `layout.tp` a rank has some rows
+         or columns of each.
+Method   Updates move number by number, and stay where the parameter is. Only what an update is made of travels: of Muon
+         in the bf16 that Newton-Schulz computes in, of GaLore the gradient in fp32. The largest maps come first, as
+         many in a round as ranks share the model, and each has an owner of its own, one that has much of it already::
 
              all-to-all    each rank's parts of all maps of the round to their owners
-                           owners put theirs together and orthogonalise it
+                           owners put theirs together and make its update
              all-to-all    its parts back to all that have them
 
-         So every map is orthogonalised once, beside others, whatever the number of ranks.
-Bytes    With N numbers in all maps and F ranks that have equal parts of each, a rank sends
+         So every map is worked on once, beside others, whatever the number of ranks, and always by the same rank, which
+         can keep states of it.
+Bytes    With N numbers of b bytes in all maps and F ranks that have equal parts of each, a rank sends
 
-             2 * 2 N / F * (F - 1) / F
+             2 * b N / F * (F - 1) / F
 
          in an update: parts of maps that it owns itself go nowhere. Of a fused matrix a rank of FSDP2 often has whole
          maps, which then need not travel at all. Of parts that several ranks have alike one sends.
-Memory   Three bf16 copies of the largest map beside the parameters, or what Newton-Schulz takes of it.
+Memory   Three copies of the largest map beside the parameters, or what making its update takes.
 Layout   Which rank has what follows from `TensorPart`, which ranks tell one another once.
 Source   Liu et al., arXiv 2502.16982 (Moonlight), gathers momentum of shards; Ahn et al., arXiv 2504.05295 (Dion),
          divides the work over ranks
-Checked  tests/optim/test_muon_on_ranks.py: one process, bit for bit, with the bytes counted
+Checked  tests/optim/test_muon_on_ranks.py: one process, bit for bit, with the bytes counted;
+         tests/optim/test_galore_on_ranks.py
 """
 
 from __future__ import annotations
@@ -33,7 +36,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scrimp.config.experts import has_experts
+from scrimp.models import ModelSpec, place
 from scrimp.parts import TensorPart
+from scrimp.runtime import Executable
 
 Box = tuple[int, int, int, int]
 """First row, rows, first column, columns; of a whole matrix."""
@@ -41,7 +47,7 @@ Box = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Map:
-    """Rows of a weight matrix that are orthogonalised alone."""
+    """Rows of a weight matrix that are updated as a matrix of their own."""
 
     name: str
     """The parameter's name."""
@@ -51,10 +57,30 @@ class Map:
 
 
 Move = Callable[[str, slice], Tensor]
-"""From a parameter's name and rows that lie here to what is to be orthogonalised."""
+"""From a parameter's name and rows that lie here to what an update is made of."""
 Follow = Callable[[Map, slice, Tensor], None]
-"""Takes what was made of it: the map, rows that lie here, and the orthogonalised ones."""
-Make = Callable[[Tensor], Tensor]
+"""Takes what was made of it: the map, rows that lie here, and their update."""
+Make = Callable[[Map], Callable[[Tensor], Tensor]]
+"""Says for a map how what its ranks have for it, put together, becomes its update, both whole; the former may go."""
+
+
+def stacked_rows(spec: ModelSpec, name: str) -> tuple[int, ...] | None:
+    """Rows of each map that is stacked in a block's weight matrix; None: AdamW has this parameter."""
+    block, inside = place(name)
+    linear = spec.shapes.get(inside.removesuffix(".weight")) if inside.endswith(".weight") else None
+    return None if block is None or linear is None else linear.stacked
+
+
+def sharing_group(executable: Executable) -> dist.ProcessGroup | None:
+    """The ranks that have parts of the same matrices as this one; None: they lie here whole."""
+    mesh = executable.mesh
+    if mesh.is_trivial:
+        return None
+    # Routed experts are cut over all ranks of a stage, everything else over those that share a copy of it.
+    layout, routed = mesh.layout, has_experts(executable.model.spec.architecture)
+    if (layout.ranks // layout.pp if routed else layout.shards * layout.tp) == 1:
+        return None
+    return (mesh.of_experts if routed else mesh.of_stage).get_group()
 
 
 def maps_of(rows: Mapping[str, Sequence[int]], columns: Mapping[str, int]) -> list[Map]:
@@ -71,17 +97,21 @@ def maps_of(rows: Mapping[str, Sequence[int]], columns: Mapping[str, int]) -> li
 
 
 class WholeMaps:
-    """Maps that lie here whole."""
+    """Maps that lie here whole.
 
-    def __init__(self, maps: Sequence[Map]) -> None:
-        self._maps = maps
+    Args:
+        dtype: of what updates are made of.
+    """
+
+    def __init__(self, maps: Sequence[Map], dtype: torch.dtype) -> None:
+        self.owned, self._dtype = list(maps), dtype
 
     def update(self, names: Collection[str], move: Move, make: Make, follow: Follow) -> None:
-        """Orthogonalise the maps of some parameters, one after the other."""
-        for one in self._maps:
+        """Make the updates of some parameters' maps, one after the other."""
+        for one in self.owned:
             if one.name in names:
                 rows = slice(one.first, one.first + one.rows)
-                follow(one, rows, make(move(one.name, rows).bfloat16()))
+                follow(one, rows, make(one)(move(one.name, rows).to(self._dtype)))
 
 
 @dataclass(frozen=True)
@@ -112,16 +142,21 @@ class SharedMaps:
     Args:
         parts: what this rank has of the matrices, by name.
         group: ranks that together have all of them; None: all ranks.
+        dtype: of what travels.
 
     Raises:
         ValueError: they do not.
     """
 
     def __init__(
-        self, maps: Sequence[Map], parts: Mapping[str, TensorPart], group: dist.ProcessGroup | None
+        self,
+        maps: Sequence[Map],
+        parts: Mapping[str, TensorPart],
+        group: dist.ProcessGroup | None,
+        dtype: torch.dtype,
     ) -> None:
         self._group, self._size = group, dist.get_world_size(group)
-        self._rank = dist.get_rank(group)
+        self._rank, self._dtype = dist.get_rank(group), dtype
         self._device = next(iter(parts.values())).local.device
         told: list[dict[str, list[Box]]] = [{}] * self._size
         own = {name: [_box(one) for one in part.boxes()] for name, part in parts.items()}
@@ -136,16 +171,19 @@ class SharedMaps:
             if found != one.rows * one.columns:
                 raise ValueError(f"{one}: ranks have {found:,} of its numbers")
         self._rounds = [
-            self._owned(maps[start : start + self._size]) for start in range(0, len(maps), self._size)
+            self._owners(maps[start : start + self._size]) for start in range(0, len(maps), self._size)
         ]
+        mine = (owned[self._rank] for owned in self._rounds)
+        self.owned = [own_map for own_map in mine if own_map is not None]
+        """The maps whose updates this rank makes."""
 
     def update(self, names: Collection[str], move: Move, make: Make, follow: Follow) -> None:
-        """Orthogonalise the maps of all parameters; a collective."""
+        """Make the updates of the maps of all parameters; a collective."""
         for owned in self._rounds:
-            whole = self._to_owners(owned, move)
-            self._from_owners(owned, None if whole is None else make(whole), follow)
+            mine, whole = owned[self._rank], self._to_owners(owned, move)
+            self._from_owners(owned, None if mine is None or whole is None else make(mine)(whole), follow)
 
-    def _owned(self, maps: Sequence[Map]) -> list[Map | None]:
+    def _owners(self, maps: Sequence[Map]) -> list[Map | None]:
         """What each rank owns of the maps of a round: whoever has most of one first."""
         wishes = [
             (-_numel(self._given[one][rank]), n, rank)
@@ -198,7 +236,7 @@ class SharedMaps:
         return [] if one is None else self._held[one][self._rank]
 
     def _buffer(self, parts: Sequence[Pieces]) -> Tensor:
-        return torch.empty(sum(map(_numel, parts)), dtype=torch.bfloat16, device=self._device)
+        return torch.empty(sum(map(_numel, parts)), dtype=self._dtype, device=self._device)
 
     def _exchanged(self, out: Tensor, sent: Sequence[Pieces], due: Sequence[Pieces]) -> Tensor:
         """What the other ranks have for this one, in their order."""

@@ -11,7 +11,11 @@ SGD      With momentum or without, the next update moves by exactly the change o
 Muon     h(g) is the orthogonalised momentum times its factor of the learning rate, as in torch.optim.Muon but in the
          gradient's own precision: in bf16 rounding would hide what a small noise changes. Differences of h are taken as
          they are, not to first order: directions that the gradient hardly has swing as far as any other.
-Checked  tests/statistics/test_sensitivity.py: against the optimizers' own steps; Muon: tests/optim/test_muon_rule.py
+GaLore   h(g) is the next step's P N, of Fira P N + S, times `low_rank_scale`, by the update itself on copies of its
+         states (`scrimp.optim.low_rank`). P is the one that is there, also where the next step makes it anew, which one
+         of `refresh_every` steps does, and plans are for all. Before the first update it is that of g.
+Checked  tests/statistics/test_sensitivity.py: against the optimizers' own steps; Muon: tests/optim/test_muon_rule.py;
+         GaLore: tests/optim/test_galore.py
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from scrimp.optim.low_rank import LowRankState, direction
 from scrimp.optim.newton_schulz import COEFFICIENTS, EPS, STEPS, matched_rate, orthogonalised
+from scrimp.optim.update import Step
 from scrimp.statistics.ranks import local
 
 
@@ -122,3 +128,32 @@ class MuonRule:
 
     def _orthogonal(self, part: Tensor) -> Tensor:
         return orthogonalised(part, self.coefficients, self.steps, self.eps)
+
+
+@dataclass(frozen=True)
+class LowRankRule:
+    """One matrix of GaLore or Fira."""
+
+    lr: float
+    scale: float
+    rows: tuple[int, ...]
+    """Of each map that has a projector of its own."""
+    states: tuple[LowRankState, ...]
+    """Of each map."""
+    step: Step
+    """The next one."""
+    is_linear = False
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        """What the next step makes of each map, times the scale."""
+        is_first = self.step.number == 1
+        parts = zip(self.states, gradient.split(list(self.rows)), strict=True)
+        found = [
+            direction(state.copied(gradient.dtype), part, self.step, refresh=is_first)
+            for state, part in parts
+        ]
+        return torch.cat(found).mul_(self.scale)
+
+    def here(self) -> LowRankRule:
+        """The same rule: a whole matrix lies here, since runs on ranks are refused."""
+        return self

@@ -34,7 +34,13 @@ from scrimp.training.run_state import read_state
 from scrimp.training.tensor_files import is_finite, not_finite
 
 MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."
-_OF_STATES = ("optimizer.name", "optimizer.moments", "optimizer.master_weights", "train.parameters")
+_OF_STATES = (
+    "optimizer.name",
+    "optimizer.rank",
+    "optimizer.moments",
+    "optimizer.master_weights",
+    "train.parameters",
+)
 """Settings that say which states an optimizer keeps."""
 
 

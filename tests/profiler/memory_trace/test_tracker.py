@@ -110,6 +110,14 @@ def test_workspace_of_a_softmax_that_knows_empty_rows(rule: WorkspaceRule) -> No
     assert hidden <= rule(softmax, (scores, -1), {}) <= hidden + 3 * 512
 
 
+@pytest.mark.parametrize("rows", [3, 64, 193])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_workspace_of_eigenvectors(rows: int, dtype: torch.dtype) -> None:
+    matrix, eigh = torch.randn(rows, rows, dtype=dtype), torch.ops.aten._linalg_eigh.default
+    hidden = hidden_bytes(lambda: tuple(torch.linalg.eigh(matrix)))
+    assert hidden <= cpu_workspace(eigh, (matrix,), {}) <= hidden + 64
+
+
 def test_workspace_of_mixed_widths() -> None:
     wide, narrow = torch.ones(64, 64), torch.ones(64, 64, dtype=torch.bfloat16)
     add, norm = torch.ops.aten.add.Tensor, torch.ops.aten._foreach_norm.Scalar

@@ -34,6 +34,7 @@ CASES["copies, bf16 without masters"] = Case(
 )
 CASES["cut layers"] = Case({"tp": 2}, LARGE)
 CASES["muon"] = Case({}, {**LARGE, "optimizer.name": "muon"})
+CASES["galore"] = Case({}, {**LARGE, "optimizer.name": "galore", "optimizer.refresh_every": 1})
 CASES["recomputed"] = Case({}, {**LARGE, "memory.activations": "block"}, activations="block")
 
 

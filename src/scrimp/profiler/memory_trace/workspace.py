@@ -18,6 +18,8 @@ CPU     Operators on numbers of two widths first copy the narrower operands to t
         and takes that once for itself. A matrix of 60 x 60 numbers or more that lies transposed is copied through a
         tile of 60 x 60, also where a product is added to it.
 Both    Attention without a fused kernel takes a softmax that knows rows without any key: one byte for each number.
+        Eigenvectors of a symmetric matrix of n rows take LAPACK's least for dividing and conquering, 1 + 6 n + 2 n^2
+        numbers and 3 + 5 n integers; cuSOLVER is taken to need as much, which was not measured.
 CUDA    Nothing is copied to widen. Flash attention's backward pass sums the queries' gradient in several fp32 copies,
         by the formula of `scrimp.models.flash`; counted for the worst of one document in each row to documents of 128
         tokens on average.
@@ -49,6 +51,7 @@ _FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _NORMS = (_aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar)
 _SOFTMAX = _aten._safe_softmax.default
+_EIGENVECTORS = _aten._linalg_eigh.default
 _PRODUCTS = {
     _aten.mm.default: 0,
     _aten.mm.out: 0,
@@ -92,6 +95,8 @@ def cpu_workspace(operator: Any, args: Any, named: Any) -> int:
         return max(_product(*args[place:][:2]), _transposed(args[0]) if place else 0)
     if operator is _SOFTMAX:
         return _empty_rows(args[0])
+    if operator is _EIGENVECTORS:
+        return _eigenvectors(args[0])
     if operator in _NORMS:
         wide = named.get("dtype")
         tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
@@ -109,6 +114,8 @@ def cuda_workspace(multiprocessors: int) -> WorkspaceRule:
     def rule(operator: Any, args: Any, named: Any) -> int:
         if operator is _SOFTMAX:
             return _empty_rows(args[0]) + _ROUNDED_UP
+        if operator is _EIGENVECTORS:
+            return _eigenvectors(args[0]) + _ROUNDED_UP
         if operator is not _FLASH_BACKWARD:
             return 0
         (rows, heads, length, size), keys = args[1].shape, args[2].shape[1]
@@ -133,6 +140,12 @@ def _transposed(source: Tensor) -> int:
 def _empty_rows(scores: Tensor) -> int:
     """Which numbers are -inf, which rows hold nothing else, and a zero for these."""
     return scores.numel() + scores.numel() // scores.shape[-1] + scores.itemsize
+
+
+def _eigenvectors(matrix: Tensor) -> int:
+    """Numbers, integers, and what says whether it went well."""
+    n = matrix.shape[-1]
+    return (1 + 6 * n + 2 * n * n) * matrix.itemsize + 4 * (3 + 5 * n) + 3 * _SCALAR
 
 
 def _product(left: Tensor, right: Tensor) -> int:
