@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
+from scrimp.data import Corpus, Mixture, TokenStream
 from scrimp.training.callbacks.base import Callback, Record
-from scrimp.training.evaluation import Evaluation, evaluate
+from scrimp.training.evaluation import Evaluation, evaluate, of_mixture
 from scrimp.training.memory.between_phases import EVALUATION
 from scrimp.training.run import Run
 from scrimp.training.step import StepResult
@@ -25,6 +27,7 @@ class Evaluations(Callback):
         found = self.evaluate()
         if found is not None:
             record |= {"eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte}
+            record |= {f"eval_loss/{label}": one.loss for label, one in found.sources.items()}
 
     def evaluate(self) -> Evaluation | None:
         """Evaluate, record and show it; once per step at most. None where no document is held out."""
@@ -39,15 +42,35 @@ class Evaluations(Callback):
         run.phases.switch(EVALUATION)
         is_working = run.config.evaluation.precision == "working"
         with run.executable.in_working_format() if is_working else contextlib.nullcontext():
-            found = evaluate(
-                run.executable,
-                run.corpus.held_out,
-                sequence=run.train.sequence,
-                micro_batch=run.train.micro_batch,
-                max_tokens=run.config.evaluation.tokens,
-                mask_documents=run.config.data.mask_documents,
-            )
+            found = self._evaluated(run.corpus)
         sentence = f"held-out loss {found.loss:.4f}, {found.bits_per_byte:.4f} bits per byte"
-        run.tell("evaluation", sentence, loss=found.loss, bits_per_byte=found.bits_per_byte)
+        fields: dict[str, Any] = {"loss": found.loss, "bits_per_byte": found.bits_per_byte}
+        if found.sources:
+            losses = {label: one.loss for label, one in found.sources.items()}
+            fields["sources"] = losses
+            sentence += f"; {', '.join(f'{label} {loss:.4f}' for label, loss in losses.items())}"
+        run.tell("evaluation", sentence, **fields)
         self._last = (run.step, found)
         return found
+
+    def _evaluated(self, corpus: Corpus | Mixture) -> Evaluation:
+        """An evaluation on what is held out; of a mixture on an equal part of each source."""
+        tokens = self._run.config.evaluation.tokens
+        if isinstance(corpus, Mixture):
+            found = {
+                label: self._evaluated_on(part.held_out, tokens // len(corpus.parts))
+                for label, part in zip(corpus.labels, corpus.parts, strict=True)
+            }
+            return of_mixture(found, corpus.shares)
+        return self._evaluated_on(corpus.held_out, tokens)
+
+    def _evaluated_on(self, stream: TokenStream, tokens: int) -> Evaluation:
+        run = self._run
+        return evaluate(
+            run.executable,
+            stream,
+            sequence=run.train.sequence,
+            micro_batch=run.train.micro_batch,
+            max_tokens=tokens,
+            mask_documents=run.config.data.mask_documents,
+        )
