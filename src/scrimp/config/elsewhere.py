@@ -192,6 +192,11 @@ _ANSWERS: dict[str, Answer] = {
         "data.source",
         "dataset datasets dataset_name dataset_path train_file train_data data_path data_dir data text",
     ),
+    **_named(
+        "data.mix",
+        "blend interleave_probs dataset_weights sampling_weights",
+        note="sources with weights, as web.jsonl=0.7,stdlib=0.3",
+    ),
     **_named("data.text_column", "dataset_text_field text_field text_key content_field"),
     **_named(
         "data.tokenizer",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from scrimp.config.mixture import MixedSource, mixed_sources
 from scrimp.precision import PrecisionRules, parse_rules
 
 GainsName = Literal["auto", "ratios", "blocks", "exact"]
@@ -56,6 +57,9 @@ class DataConfig:
     source: str = "stdlib"
     """stdlib; a text, JSONL or Parquet file (also .gz, .zst); a folder of them; a folder of
     token shards; a saved datasets folder; or hf:OWNER/NAME for the Hugging Face hub."""
+    mix: str | None = None
+    """Instead of source: several of them with weights, as web.jsonl=0.7,stdlib=0.3. A weight says how much of what is
+    trained on comes from there, in tokens. Unset: source alone."""
     text_column: str = "text"
     """Column (JSONL key) that holds the text; of conversations, messages unless another is named."""
     chat_template: Path | None = None
@@ -72,6 +76,16 @@ class DataConfig:
     """Attention never crosses a document boundary inside a packed sequence."""
     cache: Path | None = None
     """Folder for prepared token shards. Unset: scrimp/ in the user's cache folder."""
+
+    @property
+    def mixed(self) -> tuple[MixedSource, ...]:
+        """The sources of `mix`, read; none where there is one source."""
+        return () if self.mix is None else mixed_sources(self.mix)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of all sources."""
+        return tuple(source.name for source in self.mixed) or (self.source,)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any
 from scrimp.config.fields import flatten, leaves
 from scrimp.config.optimizers import facts_of
 from scrimp.config.presets import preset
-from scrimp.config.schema import Config
+from scrimp.config.schema import Config, DataConfig
 from scrimp.config.snip import check_snip
 from scrimp.errors import ConfigError
 from scrimp.precision import parse_rules
@@ -161,11 +161,32 @@ def check_values(config: Config) -> None:
             expected="FILE.py:NAME",
             do="choose a kind that Scrimp has by its preset: --model.preset",
         )
+    _check_mix(config.data)
     check_device(config.device)
     parse_rules(config.precision)
     check_snip(config)
     facts_of(config.optimizer.name)
     preset(config.model.preset)  # with model.weights too: a misspelt name is a mistake, even unused
+
+
+def _check_mix(data: DataConfig) -> None:
+    """Refuse a mixture beside settings that it replaces, or has no use for."""
+    if not data.mixed:
+        return
+    if data.source != DataConfig().source:
+        raise ConfigError(
+            "data.mix and data.source contradict each other",
+            got=f"data.mix {data.mix} and data.source {data.source}",
+            expected="one of the two",
+            do="leave data.source out, or give it a weight in data.mix",
+        )
+    if isinstance(data.held_out, Path):
+        raise ConfigError(
+            "data.held_out of a mixture is a share",
+            got=data.held_out,
+            expected="a number: every source of data.mix holds out its own text, and is evaluated on it",
+            do="give a share; `scrimp eval RUN --data FILE` evaluates on a text of its own",
+        )
 
 
 def check_range(key: str, value: float, allowed: Range) -> None:

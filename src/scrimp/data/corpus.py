@@ -34,8 +34,10 @@ from scrimp.data.corpus_manifest import (
     earlier_corpus_digest,
     is_corpus,
     read_manifest,
+    shards_at,
 )
-from scrimp.data.prepare import EARLIER_RULES, CorpusSpec, corpus_settings, open_text_source, prepare
+from scrimp.data.corpus_text import CorpusSpec, CorpusText
+from scrimp.data.prepare import EARLIER_RULES, corpus_settings, open_text_source, prepare
 from scrimp.data.progress_line import note
 from scrimp.data.shards import BoolArray, Int64Array, Shard, damaged, read_header
 from scrimp.data.sources import HUB
@@ -147,6 +149,16 @@ class Corpus:
         )
         self.digest: str = corpus_digest(manifest)
 
+    @property
+    def parts(self) -> tuple[Corpus, ...]:
+        """What a mixture has several of."""
+        return (self,)
+
+    @property
+    def holds_conversations(self) -> bool:
+        """Whether documents are conversations, their answers marked."""
+        return self.manifest.holds_conversations
+
     def is_that_of(self, digest: str) -> bool:
         """Whether a run whose checkpoint carries `digest` saw this corpus; runs of earlier versions too."""
         return digest in (self.digest, earlier_corpus_digest(self.manifest))
@@ -210,7 +222,12 @@ def check_shards(folder: Path, manifest: Manifest) -> str:
 
 
 def open_corpus(
-    spec: CorpusSpec, *, cache: Path | None, progress: bool = True, digest: str | None = None
+    spec: CorpusSpec,
+    *,
+    cache: Path | None,
+    progress: bool = True,
+    digest: str | None = None,
+    text: CorpusText | None = None,
 ) -> Corpus:
     """The corpus of a spec: ready shards as they are, any other source prepared once into the cache.
 
@@ -220,16 +237,17 @@ def open_corpus(
         progress: show what is being done on standard error.
         digest: of the corpus that a run was begun with. Where the cache still holds it from an earlier version,
             whose rules gave another split, it is opened.
+        text: the spec's, where other sources decide it too; None: it is alone.
     """
-    path = Path(spec.source).expanduser()
-    if spec.source != "stdlib" and not spec.source.startswith(HUB) and path.is_dir() and is_corpus(path):
-        corpus = Corpus(path)
+    shards = shards_at(spec.source)
+    if shards is not None:
+        corpus = Corpus(shards)
         _check_wanted_kind(spec, corpus)
-        check_wanted_tokenizer(spec.tokenizer, path, corpus.manifest)
+        check_wanted_tokenizer(spec.tokenizer, shards, corpus.manifest)
         return corpus
     spec = replace(spec, tokenizer="bpe" if spec.tokenizer == "auto" else spec.tokenizer)
     source, given = open_text_source(spec)
-    settings = corpus_settings(spec, source, given)
+    settings = corpus_settings(spec, source, given) | ({} if text is None else text.settings)
     cache = cache or user_cache()
     if digest is not None and (earlier := _earlier(cache, source.name, settings, digest)) is not None:
         return earlier
@@ -240,7 +258,7 @@ def open_corpus(
         except DataError as error:  # interrupted or damaged: prepare puts it right
             note(f"preparing again: {error.what}", enabled=progress)
     make_folder(folder.parent)
-    return Corpus(prepare(spec, folder, progress=progress))
+    return Corpus(prepare(spec, folder, progress=progress, text=text))
 
 
 def _earlier(cache: Path, name: str, settings: dict[str, Any], digest: str) -> Corpus | None:

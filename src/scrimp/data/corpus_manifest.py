@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from scrimp.data.shards import ShardHeader
+from scrimp.data.sources import HUB
 from scrimp.data.split import Split, SplitContent
 from scrimp.errors import DataError
 from scrimp.files import storage, write_whole
@@ -144,6 +145,14 @@ def is_corpus(folder: Path) -> bool:
     """Whether the folder is one of token shards, complete or not."""
     with storage(folder, "read"):
         return (folder / MANIFEST).is_file()
+
+
+def shards_at(source: str) -> Path | None:
+    """The folder of ready shards that a source is, if it is one."""
+    if source == "stdlib" or source.startswith(HUB):
+        return None
+    path = Path(source).expanduser()
+    return path if is_corpus(path) else None
 
 
 @dataclass

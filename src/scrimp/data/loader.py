@@ -8,6 +8,8 @@ Samples    Sample i is the window of T + 1 tokens from token i * T: T inputs, an
 Order      Position p of the run is sample `SampleIndex(num_samples, seed)[p]`. The position is
            the whole state: step s of any run takes the positions s * S to s * S + S - 1, cut
            into equal parts by rank. The union over ranks is the same for every world size.
+Mixtures   Position p is a sample of the source that `Interleave` says, and of that source's own
+           order the one after those that came before (see mixture).
 Documents  `document_starts` are the borders attention must not cross, over the flattened
            B * T tokens: every row begins a document, whatever it continues. The last token of
            a document has the next document's delimiter as target; where the tokenizer ends
@@ -36,6 +38,8 @@ import torch
 from scrimp.data.batch import IGNORED, Batch, Row
 from scrimp.data.corpus import TokenStream
 from scrimp.data.index import SampleIndex
+from scrimp.data.interleave import Interleave
+from scrimp.data.mixture import MixedStream
 from scrimp.data.packing import Packed, packed
 from scrimp.errors import DataError
 
@@ -73,6 +77,46 @@ class Windows:
         """One window."""
         start = number * self._sequence
         return _window(self._stream, start, start + self._sequence, self._mask_documents)
+
+
+class Shuffled:
+    """The rows of one stream, in another order in each epoch."""
+
+    def __init__(self, rows: Windows | Packed, seed: int) -> None:
+        self._rows, self._index = rows, SampleIndex(rows.num_samples, seed)
+        self.num_samples = rows.num_samples
+
+    def at(self, position: int) -> Row:
+        """The row at a position of an endless run."""
+        return self._rows.row(self._index[position])
+
+
+class Mixed:
+    """The rows of several streams, each in the order that it has alone."""
+
+    def __init__(self, parts: list[Shuffled], order: Interleave) -> None:
+        self._parts, self._order = parts, order
+        self.num_samples = sum(part.num_samples for part in parts)
+
+    def at(self, position: int) -> Row:
+        """The row at a position of an endless run."""
+        source, before = self._order[position]
+        return self._parts[source].at(before)
+
+
+def _ordered(
+    stream: TokenStream | MixedStream, sequence: int, seed: int, mask_documents: bool
+) -> Shuffled | Mixed:
+    if isinstance(stream, MixedStream):
+        parts = [Shuffled(_rows_of(one, sequence, mask_documents), seed) for one in stream.streams]
+        return Mixed(parts, stream.order)
+    return Shuffled(_rows_of(stream, sequence, mask_documents), seed)
+
+
+def passes_over(stream: MixedStream, sequence: int, samples: int) -> list[float]:
+    """How often the first `samples` samples of a run read each source."""
+    rows = [_rows_of(one, sequence, mask_documents=True).num_samples for one in stream.streams]
+    return [count / num for count, num in zip(stream.order.counts(samples), rows, strict=True)]
 
 
 def _rows_of(stream: TokenStream, sequence: int, mask_documents: bool) -> Windows | Packed:
@@ -127,8 +171,7 @@ def held_bytes(tokens_per_step: int, *, mask_documents: bool) -> int:
 class _Producer:
     """Makes the micro-batches of one step; knows nothing of threads."""
 
-    rows: Windows | Packed
-    index: SampleIndex
+    rows: Shuffled | Mixed
     own: range
     """This rank's samples of a step."""
     micro_batch: int
@@ -141,7 +184,7 @@ class _Producer:
         batches = []
         for first in range(self.own.start, self.own.stop, self.micro_batch):
             offsets = range(first, min(first + self.micro_batch, self.own.stop))
-            rows = [self.rows.row(self.index[position + offset]) for offset in offsets]
+            rows = [self.rows.at(position + offset) for offset in offsets]
             batch = _batch(rows, self.sequence, self.mask_documents)
             batches.append(batch.pin() if self.pin else batch)
         return batches
@@ -178,7 +221,7 @@ class Loader:
     """An endless iterator over optimizer steps; each is a list of micro-batches.
 
     Args:
-        stream: the training split.
+        stream: the training split, or those of a mixture.
         sequence: T, tokens per sequence.
         sequences_per_step: sequences of one optimizer step over all ranks.
         micro_batch: sequences per forward pass on one rank.
@@ -192,7 +235,7 @@ class Loader:
 
     def __init__(
         self,
-        stream: TokenStream,
+        stream: TokenStream | MixedStream,
         *,
         sequence: int,
         sequences_per_step: int,
@@ -205,10 +248,9 @@ class Loader:
         pin: bool = False,
     ) -> None:
         _check_counts(sequence, sequences_per_step, micro_batch, rank, world_size)
-        rows, own = _rows_of(stream, sequence, mask_documents), sequences_per_step // world_size
+        rows, own = _ordered(stream, sequence, seed, mask_documents), sequences_per_step // world_size
         producer = _Producer(
             rows,
-            SampleIndex(rows.num_samples, seed),
             range(rank * own, (rank + 1) * own),
             micro_batch,
             sequence,
@@ -216,7 +258,7 @@ class Loader:
             pin=pin and torch.cuda.is_available(),
         )
         self.num_samples: int = rows.num_samples
-        """Samples in one epoch."""
+        """Samples in one epoch; of a mixture in one of each source."""
         self.position: int = first_sample
         """Samples consumed by all ranks together: the whole state."""
         self.wait_seconds: float = 0.0

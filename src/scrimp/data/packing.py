@@ -20,6 +20,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from scrimp.config.mixture import MOST_SOURCES
 from scrimp.data.batch import IGNORED, Row
 from scrimp.data.corpus import TokenStream
 from scrimp.data.shards import BoolArray, Int64Array
@@ -100,7 +101,7 @@ class Packed:
         return self.stream.mask(first, first + int(self._taken[document]))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2 * MOST_SOURCES)  # both splits of each source of a mixture
 def packed(stream: TokenStream, sequence: int, name: str = "training") -> Packed:
     """The rows of a stream, made once."""
     return Packed(stream, sequence, name)

@@ -23,14 +23,11 @@ Checked    tests/data/test_prepare.py: kills at random moments, worker counts, f
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scrimp.data.bpe import sample, train_bpe
 from scrimp.data.chat_template import ChatTemplate, read_template
-from scrimp.data.conversations import MESSAGES
 from scrimp.data.corpus_manifest import (
     HELD_OUT,
     MANIFEST,
@@ -43,21 +40,14 @@ from scrimp.data.corpus_manifest import (
     is_corpus,
     read_manifest,
     shard_name,
+    shards_at,
 )
+from scrimp.data.corpus_text import MIXTURE, CorpusSpec, CorpusText, held_out_source, in_words
 from scrimp.data.documents import Document
 from scrimp.data.encoding import encode_documents
-from scrimp.data.find_source import open_source
-from scrimp.data.passes import Passes
 from scrimp.data.progress_line import note
 from scrimp.data.sources import HUB, Source
-from scrimp.data.split import Split, split_by_share, split_by_source
-from scrimp.data.tokenizer import (
-    END_OF_TEXT,
-    SMALLEST_BPE,
-    Tokenizer,
-    load_tokenizer,
-    own_tokenizer,
-)
+from scrimp.data.tokenizer import SMALLEST_BPE, Tokenizer, load_tokenizer
 from scrimp.data.writing import SplitWriter
 from scrimp.errors import DataError, StorageError, typed
 from scrimp.files import folder_lock, make_folder, storage
@@ -74,36 +64,6 @@ WRONG_IDS = 2
 """Rules that gave ordinary added tokens of some tokenizer folders wrong ids; nothing is added to such shards."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CorpusSpec:
-    """Which text, and what decides its tokens."""
-
-    source: str
-    """stdlib, a file, a folder, a saved data set, a folder of token shards, or hf:OWNER/NAME."""
-    text_column: str = "text"
-    """Column (JSONL key) that holds the text; of conversations, `messages` unless another is named."""
-    conversations: bool = False
-    """The column holds messages, of which the assistant's are marked for training."""
-    chat_template: Path | None = None
-    """Jinja file that writes conversations. None: the tokenizer's own."""
-    tokenizer: str = "auto"
-    """bytes, bpe, or a folder with a tokenizer.json. auto: that of ready shards, else bpe."""
-    bpe_vocab_size: int = 4096
-    """Vocabulary of a BPE trained on the corpus."""
-    held_out: float | Path = 0.02
-    """Share of the text kept for evaluation, or a source of its own for it. Of a saved data set with a
-    validation split: 0, or that split."""
-
-    @property
-    def column(self) -> str:
-        """Where text, or messages, are read."""
-        return MESSAGES if self.conversations and self.text_column == "text" else self.text_column
-
-    def open(self, source: str) -> Source:
-        """A source, read as this corpus is."""
-        return open_source(source, self.column, conversations=self.conversations)
-
-
 def prepare(
     spec: CorpusSpec,
     out: Path,
@@ -111,6 +71,7 @@ def prepare(
     workers: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
     progress: bool = True,
+    text: CorpusText | None = None,
 ) -> Path:
     """Write the token shards of a source to `out`, or continue where an earlier call was interrupted.
 
@@ -120,32 +81,27 @@ def prepare(
         workers: documents encoded at a time; None, or not fewer than there are cores: all cores.
         shard_tokens: a shard ends with the document that brings it to this many tokens.
         progress: show what is being done on standard error.
+        text: the spec's, where other sources decide it too; None: it is alone.
 
     Returns:
         `out`.
     """
     workers = _checked_counts(spec, workers, shard_tokens)
     source, given = open_text_source(spec, out)
-    settings = corpus_settings(spec, source, given, shard_tokens)
+    text = text or CorpusText(spec, source, progress=progress)
+    settings = corpus_settings(spec, source, given, shard_tokens) | text.settings
     _check_out(out, settings)
-    held_out = held_out_source(spec, source)
-    text = Passes(source, progress)
-    own = None if held_out is None else Passes(held_out, progress)
-    split = None if is_corpus(out) else _look_through(text, own, spec)
+    if not is_corpus(out):
+        text.look_through()  # what cannot be read leaves no folder behind
     make_folder(out)
     with folder_lock(out, lambda: note(f"waiting for another process that prepares {out}", enabled=progress)):
         manifest = _begin(out, settings)
         if manifest.split is None:
-            split = split or _look_through(text, own, spec)
-            manifest = replace(manifest, split=split)
+            manifest = replace(manifest, split=text.look_through())
             manifest.write(out)
-        assert manifest.split is not None
-        sides = _Sides(text, own, manifest.split)
-        tokenizer, manifest = _settle_tokenizer(out, manifest, spec, sides, given)
-        _write_corpus(out, manifest, sides, tokenizer, shard_tokens, workers)
-    for one in (text, own):
-        if one is not None:
-            one.forget()
+        tokenizer, manifest = _settle_tokenizer(out, manifest, text, given)
+        _write_corpus(out, manifest, text, tokenizer, shard_tokens, workers)
+    text.forget()
     return out
 
 
@@ -172,19 +128,19 @@ def _checked_counts(spec: CorpusSpec, workers: int | None, shard_tokens: int) ->
 
 def open_text_source(spec: CorpusSpec, out: Path | None = None) -> tuple[Source, Tokenizer | None]:
     """The source of a spec, and its tokenizer where that exists before the corpus is read."""
-    path = Path(spec.source).expanduser()
-    if spec.source != "stdlib" and not spec.source.startswith(HUB) and path.is_dir():
-        if is_corpus(path):
-            raise DataError(
-                f"{path} already holds token shards",
-                expected="a source of text",
-                do=f"train on it as it is: {typed('train', '--data.source', path)}",
-            )
-        if out is not None and out.resolve().is_relative_to(path.resolve()):
-            raise DataError(
-                f"the output folder {out} lies inside the source {path}",
-                do="choose a folder outside the source",
-            )
+    shards, path = shards_at(spec.source), Path(spec.source).expanduser()
+    if shards is not None:
+        raise DataError(
+            f"{shards} already holds token shards",
+            expected="a source of text",
+            do=f"train on it as it is: {typed('train', '--data.source', shards)}",
+        )
+    is_folder = spec.source != "stdlib" and not spec.source.startswith(HUB) and path.is_dir()
+    if out is not None and is_folder and out.resolve().is_relative_to(path.resolve()):
+        raise DataError(
+            f"the output folder {out} lies inside the source {path}",
+            do="choose a folder outside the source",
+        )
     given = None if spec.tokenizer in ("auto", "bpe") else load_tokenizer(spec.tokenizer)
     return spec.open(spec.source), chat_tokenizer(spec, given) if spec.conversations else given
 
@@ -206,13 +162,6 @@ def chat_tokenizer(spec: CorpusSpec, given: Tokenizer | None) -> Tokenizer:
         given = given.with_chat_template(read_template(spec.chat_template))
     ChatTemplate(given)
     return given
-
-
-def held_out_source(spec: CorpusSpec, source: Source) -> Source | None:
-    """The text that is held out whole, where it is not a share: a source of its own, or the data set's own split."""
-    if isinstance(spec.held_out, Path):
-        return spec.open(str(spec.held_out))
-    return source.validation() if spec.held_out else None
 
 
 def corpus_settings(
@@ -244,15 +193,15 @@ def _difference(there: dict[str, Any], now: dict[str, Any]) -> str | None:
     goes_on = there.get("rules") in EARLIER_RULES
     if there.get("rules") == WRONG_IDS:
         goes_on = there.get("tokenizer") in ("bpe", load_tokenizer("bytes").digest)
-    for key in now:
+    for key in (*now, MIXTURE):
         if key == "rules" and goes_on:
             continue
-        if key != "source" and there.get(key) != now[key]:
+        if key != "source" and there.get(key) != now.get(key):
             if key == "fingerprint":
                 return "the source's text changed"
             if key == "rules" and there.get(key) == WRONG_IDS:
                 return "shards of an earlier version, in which added tokens may have wrong ids"
-            return f"{key} is {there.get(key)} there and {now[key]} now"
+            return f"{key} is {there.get(key)} there and {now.get(key)} now"
     return None
 
 
@@ -321,64 +270,18 @@ def _remove_tree(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-@dataclass(frozen=True)
-class _Sides:
-    """The documents of a corpus, those of both sides."""
-
-    text: Passes
-    held_out: Passes | None
-    split: Split
-
-    def read(self, label: str) -> Iterator[Document]:
-        """One pass over the documents, each marked with its side."""
-        skipped: dict[str, int] = {}
-        yield from self.split.parts(self.text.read(label), skipped)
-        self.text.source.skipped.update(skipped)
-        if self.held_out is not None:
-            for document in self.held_out.read(label):
-                yield replace(document, held_out=True)
-
-
-def _look_through(text: Passes, held_out: Passes | None, spec: CorpusSpec) -> Split:
-    """The split; also finds out early whether the source can be read and holds text."""
-
-    def read(label: str) -> Iterator[Document]:
-        stream = text.read(label)
-        first = next(stream, None)
-        if first is None:
-            source = text.source
-            raise DataError(
-                f"{source.name} holds no {'conversations' if spec.conversations else 'text'}",
-                got="only blank text" if not source.skipped else _in_words(source.skipped),
-                expected="at least one document",
-            )
-        yield first
-        yield from stream
-
-    if held_out is not None:
-        return split_by_source(read, held_out.read("reading"))
-    share = spec.held_out
-    assert not isinstance(share, Path)
-    if share == 0.0:
-        next(read("looking through"))
-    return split_by_share(read, share, may_cut=not spec.conversations)
-
-
-def _in_words(skipped: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
-
-
 def _settle_tokenizer(
-    out: Path, manifest: Manifest, spec: CorpusSpec, sides: _Sides, given: Tokenizer | None
+    out: Path, manifest: Manifest, text: CorpusText, given: Tokenizer | None
 ) -> tuple[Tokenizer, Manifest]:
     """The corpus's tokenizer: the one of an earlier call, the given one, or a BPE trained now."""
     folder = out / TOKENIZER
+    assert manifest.split is not None
     if manifest.tokenizer.digest is not None:
         tokenizer = given
         if tokenizer is None and folder.is_dir():
             tokenizer = load_tokenizer(folder)
         if tokenizer is None or tokenizer.digest != manifest.tokenizer.digest:
-            tokenizer = _train(spec, sides)
+            tokenizer = text.train_tokenizer(manifest.split)
         if tokenizer.digest != manifest.tokenizer.digest:
             raise DataError(
                 f"the tokenizer in {out} cannot be made again",
@@ -387,7 +290,7 @@ def _settle_tokenizer(
                 do="remove the folder and prepare from the beginning",
             )
     else:
-        tokenizer = given or _train(spec, sides)
+        tokenizer = given or text.train_tokenizer(manifest.split)
     tokenizer.save(folder)
     settled = replace(manifest, tokenizer=tokenizer.figures())
     if settled != manifest:
@@ -395,18 +298,8 @@ def _settle_tokenizer(
     return tokenizer, settled
 
 
-def _train(spec: CorpusSpec, sides: _Sides) -> Tokenizer:
-    texts = sample(sides.read("sampling for the tokenizer from"))
-    megabytes = sum(len(one) for one in texts) / 1e6
-    note(
-        f"training a BPE with {spec.bpe_vocab_size:,} tokens on {megabytes:.1f} MB of text",
-        enabled=sides.text.progress,
-    )
-    return own_tokenizer(train_bpe(texts, spec.bpe_vocab_size, END_OF_TEXT), "bpe")
-
-
 def _write_corpus(
-    out: Path, manifest: Manifest, sides: _Sides, tokenizer: Tokenizer, shard_tokens: int, workers: int
+    out: Path, manifest: Manifest, text: CorpusText, tokenizer: Tokenizer, shard_tokens: int, workers: int
 ) -> None:
     """The main pass: write the shards that are missing, then the complete manifest."""
     chats = ChatTemplate(tokenizer) if manifest.holds_conversations else None
@@ -415,16 +308,16 @@ def _write_corpus(
         for name in SPLITS
     }
     if manifest.complete and _all_there(manifest, writers):
-        note(f"{out} is complete and intact: nothing to do", enabled=sides.text.progress)
+        note(f"{out} is complete and intact: nothing to do", enabled=text.progress)
         return
 
     def side(document: Document) -> SplitWriter:
         return writers[HELD_OUT if document.held_out else TRAIN]
 
+    assert manifest.split is not None
     began = time.monotonic()
-    missing = (
-        document for document in sides.read("tokenizing") if not side(document).take_finished(document)
-    )
+    documents = text.sides(manifest.split, "tokenizing")
+    missing = (document for document in documents if not side(document).take_finished(document))
     try:
         for document, encoded in encode_documents(missing, tokenizer, workers, chats):
             side(document).add(document, encoded)
@@ -436,7 +329,7 @@ def _write_corpus(
         raise
     entries = {name: writer.entries for name, writer in writers.items()}
     _remove_strangers(out, {entry.name for split_entries in entries.values() for entry in split_entries})
-    manifest = replace(manifest, splits=entries, skipped=dict(sides.text.source.skipped), complete=True)
+    manifest = replace(manifest, splits=entries, skipped=dict(text.source.skipped), complete=True)
     manifest.write(out)
     written = sum(writer.num_tokens for writer in writers.values())
     rate = (
@@ -444,7 +337,7 @@ def _write_corpus(
         if written
         else "no shard was missing"
     )
-    note(f"{out / MANIFEST}: {describe(manifest)} ({rate})", enabled=sides.text.progress)
+    note(f"{out / MANIFEST}: {describe(manifest)} ({rate})", enabled=text.progress)
 
 
 def _all_there(manifest: Manifest, writers: dict[str, SplitWriter]) -> bool:
@@ -486,5 +379,5 @@ def describe(manifest: Manifest) -> str:
     if manifest.split is not None and manifest.split.tail is not None:
         parts.append("cut off from the end of a document: no whole documents hold so little")
     if manifest.skipped:
-        parts.append(f"left out: {_in_words(manifest.skipped)}")
+        parts.append(f"left out: {in_words(manifest.skipped)}")
     return "; ".join([", ".join(parts[:2]), *parts[2:]])

@@ -8,6 +8,8 @@ Inside     Where fewer than 8 documents that fit hold less than half the share (
            ones), the end of the largest document is cut off and held out instead; the corpus says so.
 By source  A file of its own, or a data set's own validation split, is held out whole. Training documents
            that hold 80 % of the 13-grams of a held-out one are left out.
+Beside     others in a mixture each source holds out its own share, and training documents like one that another
+           source holds out are left out, by the same rule (see mixed_texts).
 Fixed      All of this depends on the text alone. What was decided is kept in the manifest.
 Cost       Two passes over the text (one reads it, where memory holds it: see passes), and for each candidate
            about 2 KB of memory. Against a split by hash alone (benchmarks/prepare_versions.py, on a busy machine)
@@ -59,15 +61,21 @@ class Split:
         """The documents of both sides, each marked; those left out are counted in `skipped`."""
         for document in corpus:
             if self.tail is not None and document.hash == self.tail[0]:
-                yield from cut_off(document, self.tail[1])
-            elif document.hash in self.left_out:
-                if skipped is not None:
-                    reason = "documents like those of the other split"
-                    skipped[reason] = skipped.get(reason, 0) + 1
-            elif document.hash < self.threshold and document.hash not in self.trained:
-                yield replace(document, held_out=True)
-            else:
-                yield document
+                head, end = cut_off(document, self.tail[1])
+                if self._is_kept(head, skipped):
+                    yield head
+                yield end
+            elif self._is_kept(document, skipped):
+                is_held_out = document.hash < self.threshold and document.hash not in self.trained
+                yield replace(document, held_out=True) if is_held_out else document
+
+    def _is_kept(self, document: Document, skipped: dict[str, int] | None) -> bool:
+        if document.hash not in self.left_out:
+            return True
+        if skipped is not None:
+            reason = "documents like those of the other split"
+            skipped[reason] = skipped.get(reason, 0) + 1
+        return False
 
     def content(self) -> SplitContent:
         """The split as it stands in corpus.json."""
@@ -301,36 +309,58 @@ def _where_to_cut(document: Document, num_bytes: float) -> int | None:
     return None if text[:at].isspace() or text[at:].isspace() else at
 
 
+@dataclass(frozen=True)
+class HeldOutText:
+    """What documents that are held out are known by."""
+
+    hashes: frozenset[int]
+    sketches: tuple[Hashes, ...]
+
+    @classmethod
+    def of(cls, held_out: Iterable[Document]) -> HeldOutText:
+        """All of some documents."""
+        hashes: set[int] = set()
+        sketches: list[Hashes] = []
+        for batch in batched(held_out):
+            found = grams([document.raw for document in batch])
+            for number, document in enumerate(batch):
+                if document.hash not in hashes:
+                    hashes.add(document.hash)
+                    sketches.append(sketch(found.of(number)))
+        return cls(frozenset(hashes), tuple(sketches))
+
+    def alike(self, trained: Iterable[Document]) -> frozenset[int]:
+        """The hashes of training documents that are one of these, or hold 80 % of the 13-grams of one.
+
+        Raises:
+            DataError: all of them do.
+        """
+        index = SketchIndex(self.sketches)
+        found: set[int] = set()
+        kept = 0
+        for batch in batched(trained):
+            near = {number for number, _ in index.near(grams([document.raw for document in batch]))}
+            for number, document in enumerate(batch):
+                if number in near or document.hash in self.hashes:
+                    found.add(document.hash)
+                else:
+                    kept += 1
+        if not kept:
+            raise DataError(
+                "nothing is left to train on",
+                got=f"{len(found):,} documents, all like those held out",
+                do="give another held-out source",
+            )
+        return frozenset(found)
+
+
 def split_by_source(read: Pass, held_out: Iterable[Document]) -> Split:
     """The split beside a held-out source: which training documents are like its documents.
 
     Raises:
         DataError: the held-out source holds no text, or nothing is left to train on.
     """
-    hashes: set[int] = set()
-    sketches: list[Hashes] = []
-    for batch in batched(held_out):
-        found = grams([document.raw for document in batch])
-        for number, document in enumerate(batch):
-            if document.hash not in hashes:
-                hashes.add(document.hash)
-                sketches.append(sketch(found.of(number)))
-    if not hashes:
+    text = HeldOutText.of(held_out)
+    if not text.hashes:
         raise DataError("the held-out source holds no text", expected="at least one document")
-    index = SketchIndex(sketches)
-    left_out: set[int] = set()
-    kept = 0
-    for batch in batched(read("comparing the documents of")):
-        near = {number for number, _ in index.near(grams([document.raw for document in batch]))}
-        for number, document in enumerate(batch):
-            if number in near or document.hash in hashes:
-                left_out.add(document.hash)
-            else:
-                kept += 1
-    if not kept:
-        raise DataError(
-            "nothing is left to train on",
-            got=f"{len(left_out):,} documents, all like those held out",
-            do="give another held-out source",
-        )
-    return Split(left_out=frozenset(left_out))
+    return Split(left_out=text.alike(read("comparing the documents of")))

@@ -32,7 +32,7 @@ from scrimp.runtime import Executable
 from scrimp.study.job import Job, data_digest, row_of, run_name
 from scrimp.study.rows import Curve, Row
 from scrimp.training.distillation import frozen_model, soft_targets
-from scrimp.training.evaluation import evaluate
+from scrimp.training.evaluation import evaluate_held_out
 from scrimp.training.run_data import open_run_corpus
 from scrimp.training.run_folder import saved_config
 from scrimp.training.trained_weights import checkpoint_of, finite_weights
@@ -80,14 +80,8 @@ def held_out_loss(folders: Sequence[Path], is_merge: bool) -> float:
         config.train.loss_chunk or 0,
         Ensemble(models=tuple(models)),
     )
-    return evaluate(
-        executable,
-        open_run_corpus(config, ALONE, progress=False).held_out,
-        sequence=config.train.sequence or 0,
-        micro_batch=config.train.micro_batch or 1,
-        max_tokens=config.evaluation.tokens,
-        mask_documents=config.data.mask_documents,
-    ).loss
+    corpus = open_run_corpus(config, ALONE, progress=False)
+    return evaluate_held_out(executable, corpus, config).loss
 
 
 @torch.no_grad()

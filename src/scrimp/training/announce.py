@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from scrimp import __version__
-from scrimp.data import packed
+from scrimp.data import Mixture, packed, passes_over
 from scrimp.models import spec_of
 from scrimp.planner import count_flops
 from scrimp.report.units import format_count
@@ -29,7 +29,9 @@ def announce(run: Run, run_dir: Path, start: Start) -> None:
         f"{format_count(corpus.held_out.num_tokens)} held out; {run_dir}"
     )
     run.line.message(f"data: {corpus.checked}")
-    if corpus.train.has_answers:
+    if isinstance(corpus, Mixture):
+        _announce_mixture(run, corpus)
+    elif corpus.train.has_answers:
         run.tell("packing", packed(corpus.train, config.train.sequence).sentence)
     run.line.message(account_text(run.decisions))
     _announce_layout(run, start)
@@ -56,6 +58,23 @@ def announce(run: Run, run_dir: Path, start: Start) -> None:
         run.line.message(say)
     elif start.goes_back:
         run.line.message("no checkpoint can be used: beginning at step 0")
+
+
+def _announce_mixture(run: Run, mixture: Mixture) -> None:
+    """What each source gives to the run, and how often it is read."""
+    passes, total = passes_over(mixture.train, run.train.sequence, run.samples), sum(mixture.shares)
+    sentences, sources = [], []
+    for number, label in enumerate(mixture.labels):
+        share, stream = mixture.shares[number] / total, mixture.train.streams[number]
+        if stream.has_answers:
+            run.tell("packing", f"{label}: {packed(stream, run.train.sequence).sentence}")
+        tokens = format_count(stream.num_tokens)
+        sentences.append(
+            f"{label} {share:.1%} of the samples, {passes[number]:.3g} passes over {tokens} tokens"
+        )
+        figures = {"share": share, "tokens": stream.num_tokens, "passes": passes[number]}
+        sources.append({"label": label, "source": mixture.names[number], **figures})
+    run.tell("mixture", f"mixture: {'; '.join(sentences)}", sources=sources)
 
 
 def _announce_layout(run: Run, start: Start) -> None:

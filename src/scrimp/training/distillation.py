@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from scrimp.config import Architecture, Config, ObjectiveConfig, ranks_of
-from scrimp.data import Batch, Corpus, load_tokenizer
+from scrimp.data import Batch, Corpus, Mixture, load_tokenizer
 from scrimp.errors import ConfigError, ModelError
 from scrimp.gemm.observe import running
 from scrimp.gemm.problem import DTYPES
@@ -161,7 +161,7 @@ def check_teachers(config: Config) -> None:
         )
 
 
-def refuse_other_teachers(config: Config, architecture: Architecture, corpus: Corpus) -> None:
+def refuse_other_teachers(config: Config, architecture: Architecture, corpus: Corpus | Mixture) -> None:
     """Refuse teachers that know other words than the model.
 
     Raises:

@@ -151,7 +151,7 @@ def _sample(run: Run) -> None:
         return
     run.line.phase("generating a sample")
     run.phases.switch(GENERATION)
-    corpus = run.corpus
+    corpus = run.corpus.parts[0]
     tokenizer, stream = corpus.tokenizer, corpus.held_out if corpus.held_out.num_tokens else corpus.train
     context = run.decisions.architecture.context
     begins = min(16, stream.num_tokens)

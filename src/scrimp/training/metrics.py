@@ -90,7 +90,7 @@ class MetricsLog:
         if self._tensorboard is None:
             return
         figures = {
-            f"{_GROUPS.get(key, 'train')}/{key}": float(value)
+            f"{_GROUPS.get(key.partition('/')[0], 'train')}/{key}": float(value)
             for key, value in record.items()
             if value is not None and key != "step"
         }

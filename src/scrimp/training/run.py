@@ -9,7 +9,7 @@ from typing import Any
 
 from scrimp.config import ResolvedConfig
 from scrimp.config.resolved import ResolvedTrain
-from scrimp.data import Batch, Corpus, Loader
+from scrimp.data import Batch, Corpus, Loader, Mixture
 from scrimp.optim import Optimizer, OuterOptimizer
 from scrimp.planner import Plan
 from scrimp.planner.flops import Peaks
@@ -35,7 +35,7 @@ class Run:
     """As the run began; the current plan is `plans.plan`."""
     dir: Path
     """Its folder."""
-    corpus: Corpus
+    corpus: Corpus | Mixture
     executable: Executable
     optimizer: Optimizer
     plans: PlanInForce
@@ -126,12 +126,22 @@ class Run:
             for _ in range(count):
                 yield next(loader)
 
+    @property
+    def copy(self) -> tuple[int, int]:
+        """Which of the copies that are jobs of their own this is, and how many they are."""
+        if self.outer is None or self.outer.copies is None:
+            return 0, 1
+        return self.outer.copies.place.copy, self.outer.copies.place.copies
+
+    @property
+    def samples(self) -> int:
+        """Sequences of all steps, of all copies."""
+        return self.train.steps * self.train.sequences_per_step * self.copy[1]
+
     def loader(self, step: int) -> Loader:
         """Batches from a step on."""
         train, sequence = self.train, self.train.sequence
-        sequences, mesh, copy, copies = train.sequences_per_step, self.executable.mesh, 0, 1
-        if self.outer is not None and self.outer.copies is not None:  # which share the rows of their batches
-            copy, copies = self.outer.copies.place.copy, self.outer.copies.place.copies
+        sequences, mesh, (copy, copies) = train.sequences_per_step, self.executable.mesh, self.copy
         return Loader(
             self.corpus.train,
             sequence=sequence,

@@ -16,11 +16,10 @@ from pathlib import Path
 
 from scrimp import objectives
 from scrimp.config import OWN_PRESETS, Architecture, Config, DataConfig, ResolvedConfig
-from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corpus, packed
+from scrimp.data import Corpus, CorpusSpec, Mixture, load_tokenizer, open_corpus, open_mixture, packed
 from scrimp.data.corpus import check_wanted_tokenizer
-from scrimp.data.corpus_manifest import read_manifest
+from scrimp.data.corpus_manifest import read_manifest, shards_at
 from scrimp.data.prepare import chat_tokenizer
-from scrimp.data.sources import HUB
 from scrimp.errors import ConfigError, DataError, ModelError
 from scrimp.training.distillation import TEACHERS, teachers_in
 from scrimp.training.run_folder import TOKENIZER
@@ -59,9 +58,13 @@ def decide_tokenizer(config: Config, architecture: Architecture) -> tuple[Config
     Raises:
         ConfigError, DataError, ModelError: settings that a ready tokenizer contradicts, or none where one is needed.
     """
-    data, owner, reasons = config.data, _owner_of_tokenizer(config), {}
+    data, owner = config.data, _owner_of_tokenizer(config)
+    reasons = {"data.source": "not read: data.mix stands in its place"} if data.mixed else {}
     shards = _shards_of(data)
-    if shards is not None:
+    if data.mixed and shards is not None:
+        data, found = _tokenizer_of_mixed_shards(data)
+        reasons |= found
+    elif shards is not None:
         check_wanted_tokenizer(data.tokenizer, shards, read_manifest(shards))
         if data.tokenizer == "auto":
             reasons["data.tokenizer"] = "the one that the shards were made with"
@@ -79,13 +82,14 @@ def decide_tokenizer(config: Config, architecture: Architecture) -> tuple[Config
             f"the tokenizer of {key}",
         )
     elif data.tokenizer == "auto":
-        data, reasons["data.tokenizer"] = replace(data, tokenizer="bpe"), "trained on the corpus"
+        text = "the text of all sources" if data.mixed else "the corpus"
+        data, reasons["data.tokenizer"] = replace(data, tokenizer="bpe"), f"trained on {text}"
     config = replace(config, data=data)
     if shards is not None or data.tokenizer != "bpe":
         _refuse_vocabulary_size(config)
         return config, reasons
     if reads_conversations(config):
-        chat_tokenizer(corpus_spec(config), None)  # refuses
+        chat_tokenizer(corpus_spec(config, config.data.source), None)  # refuses
     if data.vocab_size is None:
         config = replace(config, data=replace(data, vocab_size=min(architecture.vocab_size, BPE_LIMIT)))
         reasons["data.vocab_size"] = f"the model's vocabulary, at most {BPE_LIMIT:,}"
@@ -100,10 +104,31 @@ def _owner_of_tokenizer(config: Config) -> tuple[str, Path] | None:
     return (TEACHERS, teachers[0]) if teachers else None
 
 
+def _tokenizer_of_mixed_shards(data: DataConfig) -> tuple[DataConfig, dict[str, str]]:
+    """Which tokenizer a mixture has whose first shards bring theirs along, with the reason.
+
+    Raises:
+        ConfigError, DataError: sources of other tokenizers.
+    """
+    shards = [folder for folder in map(shards_at, data.sources) if folder is not None]
+    chosen, reasons = data.tokenizer, {}
+    if chosen == "bpe":
+        raise ConfigError(
+            "data.tokenizer bpe does not go with shards in data.mix",
+            got=f"a tokenizer that would be trained, beside {shards[0]}, which has its own",
+            do="leave data.tokenizer out: texts get the tokenizer of the shards",
+        )
+    if chosen == "auto":
+        chosen = str(shards[0] / TOKENIZER)
+        reasons["data.tokenizer"] = f"the one that the shards in {shards[0]} were made with"
+    for folder in shards:
+        check_wanted_tokenizer(chosen, folder, read_manifest(folder))
+    return replace(data, tokenizer=chosen), reasons
+
+
 def _shards_of(data: DataConfig) -> Path | None:
-    """The folder of ready shards that the source is, which bring their tokenizer along."""
-    is_name = data.source == "stdlib" or data.source.startswith(HUB)
-    return None if is_name or not is_corpus(Path(data.source)) else Path(data.source)
+    """The folder of ready shards, the first of a mixture, which bring their tokenizer along."""
+    return next((folder for folder in map(shards_at, data.sources) if folder is not None), None)
 
 
 def _refuse_vocabulary_size(config: Config) -> None:
@@ -120,11 +145,11 @@ def _refuse_vocabulary_size(config: Config) -> None:
         )
 
 
-def corpus_spec(config: Config) -> CorpusSpec:
-    """What `scrimp.data` needs to know of a configuration."""
+def corpus_spec(config: Config, source: str) -> CorpusSpec:
+    """What `scrimp.data` needs to know of a configuration to read one of its sources."""
     data = config.data
     return CorpusSpec(
-        source=data.source,
+        source=source,
         text_column=data.text_column,
         conversations=reads_conversations(config),
         chat_template=data.chat_template,
@@ -136,35 +161,49 @@ def corpus_spec(config: Config) -> CorpusSpec:
 
 def open_run_corpus(
     config: Config, world: World, *, progress: bool = True, digest: str | None = None
-) -> Corpus:
-    """Open the corpus of a run, or prepare it.
+) -> Corpus | Mixture:
+    """Open the corpus of a run, or those that it mixes; what is not prepared yet is.
 
     Args:
         digest: of the corpus that the run was begun with, if it was.
     """
+    data = config.data
+    specs = [corpus_spec(config, source) for source in data.sources]
+    corpus: Corpus | Mixture
     with world.writer_first("opening the data"):  # which prepares them; the others find shards
-        corpus = open_corpus(corpus_spec(config), cache=config.data.cache, progress=progress, digest=digest)
+        if data.mixed:
+            shares = [source.share for source in data.mixed]
+            corpus = open_mixture(specs, shares, cache=data.cache, progress=progress)
+        else:
+            corpus = open_corpus(specs[0], cache=data.cache, progress=progress, digest=digest)
     world.agree("the data", corpus.digest, do="give all ranks the same source and the same cache")
     return corpus
 
 
-def refuse_short(config: ResolvedConfig, corpus: Corpus) -> None:
-    """Raise DataError for a corpus that fills no sequence of the run."""
-    sequence = config.train.sequence
-    if corpus.manifest.holds_conversations:
-        packed(corpus.train, sequence)  # refused here where nothing fits
-        if corpus.held_out.num_tokens:
-            packed(corpus.held_out, sequence, "held-out")
+def refuse_short(config: ResolvedConfig, corpus: Corpus | Mixture) -> None:
+    """Raise DataError for a corpus, the run's or one that it mixes, that fills no sequence of the run."""
+    for source, part in zip(config.data.sources, corpus.parts, strict=True):
+        _refuse_short(source, config.train.sequence, part)
+
+
+def _refuse_short(source: str, sequence: int, corpus: Corpus) -> None:
+    if corpus.holds_conversations:
+        try:
+            packed(corpus.train, sequence)  # refused here where nothing fits
+            if corpus.held_out.num_tokens:
+                packed(corpus.held_out, sequence, "held-out")
+        except DataError as error:
+            raise DataError(f"{source}: {error.what}", got=error.got, do=error.do) from None
     elif corpus.train.num_tokens < sequence + 1:
         raise DataError(
-            f"the training split of {config.data.source} is shorter than one sequence",
+            f"the training split of {source} is shorter than one sequence",
             got=f"{corpus.train.num_tokens:,} tokens",
             expected=f"at least {sequence + 1:,} (train.sequence + 1)",
             do="give more text, or lower --train.sequence",
         )
 
 
-def refuse_other_tokenizer(config: Config, corpus: Corpus) -> None:
+def refuse_other_tokenizer(config: Config, corpus: Corpus | Mixture) -> None:
     """Refuse to train weights on the ids of a tokenizer that is not theirs.
 
     Raises:
@@ -175,7 +214,7 @@ def refuse_other_tokenizer(config: Config, corpus: Corpus) -> None:
     if folder is None or load_tokenizer(folder).digest == corpus.tokenizer.digest:
         return
     raise ModelError(
-        f"the tokenizer of {config.data.source} is not the one of {weights}",
+        f"the tokenizer of {', '.join(config.data.sources)} is not the one of {weights}",
         got=f"{corpus.tokenizer.name}, {corpus.tokenizer.vocab_size:,} entries",
         expected=f"the tokenizer in {folder}: to another one's ids the weights mean nothing",
         do=f"leave --data.tokenizer out; shards are made with `scrimp prepare ... --tokenizer {folder}`",

@@ -27,7 +27,7 @@ from scrimp.config import (
     replace_values,
     resolve,
 )
-from scrimp.data import Corpus
+from scrimp.data import Corpus, Mixture
 from scrimp.errors import CheckpointError, ConfigError, PlanError
 from scrimp.gemm import BackendChooser
 from scrimp.gemm.problem import DTYPES
@@ -201,7 +201,7 @@ class Decisions:
             found, here=self.here, planned_seconds=self.planned_seconds, given=self.given
         )
 
-    def with_corpus(self, corpus: Corpus) -> Decisions:
+    def with_corpus(self, corpus: Corpus | Mixture) -> Decisions:
         """The same run, now that its tokenizer is known: decided anew where the embedding gets other rows by it.
 
         Raises:

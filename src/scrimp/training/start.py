@@ -19,6 +19,7 @@ from typing import Any
 from scrimp import user_code
 from scrimp.config import (
     Config,
+    DataConfig,
     decided_anew,
     differences,
     flatten,
@@ -28,7 +29,8 @@ from scrimp.config import (
     replace_values,
     with_later_choices,
 )
-from scrimp.data import Corpus, load_tokenizer
+from scrimp.config.mixture import mix_text
+from scrimp.data import Corpus, Mixture, load_tokenizer
 from scrimp.data.tokenizer import CHAT_TEMPLATE, SMALLEST_BPE
 from scrimp.errors import CheckpointError, DataError, PlanError, typed
 from scrimp.runtime.memory import HostRoom
@@ -67,7 +69,7 @@ class Start:
     """A run that is about to take its next step."""
 
     decisions: Decisions
-    corpus: Corpus
+    corpus: Corpus | Mixture
     checkpoint: Checkpoint | None = None
     """None begins at step 0."""
     record: RunRecord | None = None
@@ -219,7 +221,7 @@ def resumed_start(
     )
 
 
-def _own_corpus(decisions: Decisions, state: RunState | None, record: RunRecord | None) -> Corpus:
+def _own_corpus(decisions: Decisions, state: RunState | None, record: RunRecord | None) -> Corpus | Mixture:
     """The corpus that a run began with, by its newest checkpoint and by run.json."""
     digests = [] if state is None else [state.data_digest]
     digests += [] if record is None else [record.data]
@@ -286,6 +288,7 @@ def anchored(config: Config) -> Config:
     data = dataclasses.replace(
         data,
         source=_anchored_name(data.source),
+        mix=_anchored_mix(data),
         tokenizer=_anchored_name(data.tokenizer),
         held_out=data.held_out
         if not isinstance(data.held_out, Path)
@@ -304,6 +307,13 @@ def anchored(config: Config) -> Config:
 def digests_of(config: Config) -> dict[str, str]:
     """SHA-256 of what settings name and a run has no copy of: the user's own code, teachers; by dotted key."""
     return user_code.digests(flatten(config)) | digests_of_teachers(config)
+
+
+def _anchored_mix(data: DataConfig) -> str | None:
+    """The mixture with anchored names, and its weights as shares, so that what means the same reads the same."""
+    if not data.mixed:
+        return None
+    return mix_text(dataclasses.replace(one, name=_anchored_name(one.name)) for one in data.mixed)
 
 
 def _anchored_name(name: str) -> str:

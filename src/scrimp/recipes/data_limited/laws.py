@@ -17,6 +17,7 @@ Shapes: X sizes, S seeds, D draws, A exponents.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -47,7 +48,7 @@ class Law:
 
     def at(self, x: float) -> float:
         """The loss at x."""
-        return self.limit + self.factor / x**self.exponent
+        return self.limit + self.factor * math.pow(x, -self.exponent)
 
     def x_of(self, loss: float) -> float:
         """Where the law has this loss; infinity at its limit and below."""

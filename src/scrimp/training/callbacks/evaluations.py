@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from scrimp.training.callbacks.base import Callback, Record
-from scrimp.training.evaluation import Evaluation, evaluate
+from scrimp.training.evaluation import Evaluation, evaluate_held_out
 from scrimp.training.memory.between_phases import EVALUATION
 from scrimp.training.run import Run
 from scrimp.training.step import StepResult
@@ -25,6 +26,7 @@ class Evaluations(Callback):
         found = self.evaluate()
         if found is not None:
             record |= {"eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte}
+            record |= {f"eval_loss/{label}": one.loss for label, one in found.sources.items()}
 
     def evaluate(self) -> Evaluation | None:
         """Evaluate, record and show it; once per step at most. None where no document is held out."""
@@ -39,15 +41,13 @@ class Evaluations(Callback):
         run.phases.switch(EVALUATION)
         is_working = run.config.evaluation.precision == "working"
         with run.executable.in_working_format() if is_working else contextlib.nullcontext():
-            found = evaluate(
-                run.executable,
-                run.corpus.held_out,
-                sequence=run.train.sequence,
-                micro_batch=run.train.micro_batch,
-                max_tokens=run.config.evaluation.tokens,
-                mask_documents=run.config.data.mask_documents,
-            )
+            found = evaluate_held_out(run.executable, run.corpus, run.config)
         sentence = f"held-out loss {found.loss:.4f}, {found.bits_per_byte:.4f} bits per byte"
-        run.tell("evaluation", sentence, loss=found.loss, bits_per_byte=found.bits_per_byte)
+        fields: dict[str, Any] = {"loss": found.loss, "bits_per_byte": found.bits_per_byte}
+        if found.sources:
+            losses = {label: one.loss for label, one in found.sources.items()}
+            fields["sources"] = losses
+            sentence += f"; {', '.join(f'{label} {loss:.4f}' for label, loss in losses.items())}"
+        run.tell("evaluation", sentence, **fields)
         self._last = (run.step, found)
         return found
