@@ -10,8 +10,8 @@ Method   Each axis of the mesh has process groups of its own, so each can have i
          not named have what NCCL or gloo find by themselves.
 Limits   Between CUDA devices gloo adds up and broadcasts, and does nothing else: only copies of the model (dp) can use
          it. FSDP2 shards over fsdp and cp as one axis: it goes by fsdp's back end, rings by cp's. Shards of routed
-         experts go by dp's where there are copies, tokens to experts by ep's. What Muon puts together and what
-         `outer.every` exchanges go by none of them. NCCL's part was not run on several GPUs.
+         experts go by dp's where there are copies, tokens to experts by ep's. What Muon and GaLore put together
+         and what `outer.every` exchanges go by none of them. NCCL's part was not run on several GPUs.
 Source   Holmes, arXiv 2312.03549: automatic NIC selection by communication group
 Checked  tests/config/test_axis_backends.py; tests/runtime/parallel/test_groups_of_axes.py
 """

@@ -1,6 +1,6 @@
 """GaLore and Fira: the blocks' weight matrices move by Adam in a low-rank subspace, everything else by AdamW.
 
-Problem  Adam's two averages take twice the memory of fp32 weights: most of what training keeps.
+Problem  Adam's two averages take twice the memory of fp32 weights: half of what plain training keeps.
 Method   `scrimp.optim.low_rank` for each of the blocks' matrices, whose averages are those of a projection of rank
          `rank` on the gradient's own directions, found anew in every `refresh_every`-th update; Fira adds what the
          projection leaves out. AdamW (`scrimp.optim.adamw`) for embedding, head, norms and biases, at the same rate.
@@ -17,8 +17,7 @@ Ranks    A map's gradient is put together on one of the ranks that share it, whi
 State    ``<parameter>.projector``, ``.exp_avg``, ``.exp_avg_sq``, of Fira ``.rest_norm``: of all maps of a matrix, one
          after the other (`scrimp.optim.owned_states`). When P is made anew follows from the count of updates.
 Limits   States stay on the device, and masters are needed beside bf16 parameters. The gradient itself is whole: what
-         the papers save by updating each layer in its backward pass is not done here. An update that makes P anew takes
-         seconds for large matrices.
+         GaLore's authors save by updating each layer in its backward pass is not saved here.
          States of copies that train alone (`outer.every`) have no mean. A rule for the statistics keeps P as it is.
          On CUDA the account takes cuSOLVER to need as much as LAPACK beside its results.
 Source   Zhao et al., arXiv 2403.03507 (GaLore); Chen et al., arXiv 2410.01623 (Fira)

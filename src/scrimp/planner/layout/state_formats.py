@@ -12,7 +12,7 @@ Method   `train.parameters = bf16` with m bytes of both moments, w of what is up
          each read and written once, as one fused kernel does. Where a program's file has counted what its own
          operators take (`updates`), that stands instead.
 Limits   Scrimp's own step alone: the files of other programs say what they keep. Scales of 8-bit moments are two bytes
-         for 128 numbers. Muon has other states.
+         for 128 numbers. Muon and GaLore have other states.
 Checked  tests/planner/layout/test_state_formats.py: against the optimizer's own account, and counts of its updates
 """
 
