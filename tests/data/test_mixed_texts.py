@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,11 @@ def test_one_bpe_learns_from_all_and_weights_share_their_shards(
     assert sorted((tmp_path / "cache").iterdir()) == folders
     assert other.tokenizer.digest == mixture.tokenizer.digest
     assert [part.folder for part in other.parts] == [part.folder for part in mixture.parts[::-1]]
+    # What is lost is made again as it was.
+    shutil.rmtree(folders[0])
+    (folders[1] / "train-00000.tokens").unlink()
+    again = opened(tmp_path, overlapping, (7, 3), tokenizer="bpe", bpe_vocab_size=600)
+    assert again.digest == mixture.digest
 
 
 def test_sources_that_decide_nothing_of_each_other_share_shards_with_runs_on_one(

@@ -9,6 +9,7 @@ from typing import Any
 
 from scrimp.cli.show import plain_console
 from scrimp.config import Config, MemoryConfig, flatten
+from scrimp.config.mixture import shares_text
 from scrimp.config.pipeline import pipeline_of
 from scrimp.errors import ConfigError, StorageError
 from scrimp.export import ExportTarget
@@ -104,6 +105,7 @@ def _run_table(decisions: Decisions) -> Any:
         ("FLOPs per token, full form", format_flops(flops.full)),
         ("tokens per step", f"{config.train.batch_tokens:,} in sequences of {sequence:,}"),
         ("tokens in the run", f"{config.train.batch_tokens * config.train.steps:,}"),
+        *([("mixture of samples", shares_text(config.data.mixed))] if config.data.mixed else []),
         *([("layout", plan.layout.text)] if ranks > 1 else []),
         *([("order of ranks", order)] if order else []),
         *([("stages", _stages(decisions))] if decisions.memory.rank_peaks else []),

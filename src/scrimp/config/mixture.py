@@ -71,6 +71,13 @@ def mix_text(sources: Iterable[MixedSource]) -> str:
     return ",".join(f"{source.name}={source.share}" for source in sources)
 
 
+def shares_text(sources: Sequence[MixedSource]) -> str:
+    """The shares of sources, for people."""
+    total, labels = sum(source.share for source in sources), labels_of([source.name for source in sources])
+    found = zip(labels, sources, strict=True)
+    return ", ".join(f"{label} {source.share / total:.1%}" for label, source in found)
+
+
 def labels_of(names: Sequence[str]) -> list[str]:
     """What records call sources: the last part of their names or, where two would be called alike, all of it."""
     short = [Path(name).name or name for name in names]

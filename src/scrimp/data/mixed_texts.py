@@ -8,7 +8,7 @@ Method   Each source is split as if it were alone (see split), so that its held-
          documents of all, by the sample of bpe: the lowest hashes out of what there is, whatever the weights are.
 Caches   Both depend on which texts there are, not on their weights or order, so that runs on other weights share their
          shards. The manifest of each source names all texts; another set of sources is prepared anew.
-Cost     Two more passes over every text, and 2 KB for each document that is held out.
+Cost     Two more passes over every text, and 2 KB for each document that is held out (figures: docs/mixtures.md).
 Limits   Folders of shards hold tokens, and no text to compare: they are read as they are. Which documents a source
          holds out does not depend on the others, so that one that stands nearly whole in another source's training
          text costs that source the document.

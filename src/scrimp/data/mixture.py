@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from scrimp.config.mixture import labels_of
@@ -61,13 +61,16 @@ class Mixture:
     names: tuple[str, ...]
     parts: tuple[Corpus, ...]
     shares: tuple[int, ...]
-    order: Interleave = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "order", Interleave(self.shares))
         self._refuse_other_tokenizers()
         self._refuse_same_text()
         self._refuse_nothing_held_out()
+
+    @property
+    def order(self) -> Interleave:
+        """Which source each sample of a run comes from."""
+        return Interleave(self.shares)
 
     @property
     def labels(self) -> list[str]:
