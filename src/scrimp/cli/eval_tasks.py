@@ -78,7 +78,9 @@ def _questions(command: Evaluate) -> Questions:
     harness = [name.removeprefix(HARNESS) for name in names if name.startswith(HARNESS)]
     own = list(dict.fromkeys(name for name in names if not name.startswith(HARNESS)))
     if harness:
-        from scrimp.tasks import harness as _  # noqa: F401  # missing, it is missed before a model is loaded
+        from scrimp.tasks.harness import refuse_untrusted
+
+        refuse_untrusted(harness, trusted=command.trust_code)
     reads_text = any(name in BUILT_IN and BUILT_IN[name].reads_text for name in own)
     if reads_text and command.data is None:
         raise ConfigError(

@@ -23,7 +23,7 @@ Limits   None where there is too little to tell from: fewer than three checkpoin
 Source   The figures of E2LM, arXiv 2506.07731; that paper's exact formulas are not known here. Signal to noise after
          Heineman et al. 2025, arXiv 2508.13144, who take the noise over a run's last checkpoints instead of seeds; the
          mean score by which they divide both cancels.
-Checked  tests/tasks/test_curves.py: planted curves, and brute force over pairs
+Checked  tests/tasks/test_task_curves.py: planted curves, and brute force over pairs
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     ±          standard error over items, s/√n, as lm-eval's; it says nothing of other seeds
     less       mean difference of two models on the same items, and its standard error: what both find hard cancels
 
-Checked  tests/tasks/test_figures.py
+Checked  tests/tasks/test_task_figures.py
 """
 
 from __future__ import annotations

@@ -124,19 +124,13 @@ def _sampling(options: dict[str, Any]) -> Sampling:
     )
 
 
-def measure(
-    executable: Executable, tokenizer: Tokenizer, names: Sequence[str], *, trusted: bool
-) -> list[Figure]:
-    """The figures of lm-eval's tasks.
-
-    Args:
-        names: of tasks or groups, or YAML files of tasks.
-        trusted: whether code that task files name may run.
+def refuse_untrusted(names: Sequence[str], *, trusted: bool) -> None:
+    """Refuse files of tasks that are not trusted: they may name code, which runs as they are read.
 
     Raises:
-        ConfigError: there is no such task, its data cannot be had, or its file is not trusted.
+        ConfigError: by the files' names.
     """
-    files = [name for name in names if Path(name).suffix in (".yaml", ".yml")]
+    files = [name for name in names if _is_file(name)]
     if files and not trusted:
         raise ConfigError(
             "a task file of lm-eval may name code, which runs only where the command line says so",
@@ -144,11 +138,30 @@ def measure(
             expected="--trust-code",
             do="read the file, and add --trust-code if you trust it",
         )
+
+
+def _is_file(name: str) -> bool:
+    return Path(name).suffix in (".yaml", ".yml")
+
+
+def measure(
+    executable: Executable, tokenizer: Tokenizer, names: Sequence[str], *, trusted: bool
+) -> list[Figure]:
+    """The figures of lm-eval's tasks.
+
+    Args:
+        names: of tasks or groups, or YAML files of tasks.
+        trusted: whether code that task files name may run, and tasks that run what a model writes.
+
+    Raises:
+        ConfigError: there is no such task, its data cannot be had, or its file is not trusted.
+    """
+    refuse_untrusted(names, trusted=trusted)
     try:
         found = simple_evaluate(
             model=AskedModel(executable, tokenizer),
             tasks=list(names),
-            task_manager=TaskManager(include_defaults=len(files) < len(names)),
+            task_manager=TaskManager(include_defaults=not all(map(_is_file, names))),
             bootstrap_iters=_RESAMPLED,
             log_samples=False,
             confirm_run_unsafe_code=trusted,
