@@ -41,6 +41,8 @@ OF_OTHER_PROGRAMS = {
 OF_ONE_COMMAND = {
     "cli/chat.py": "chat",
     "cli/doctor.py": "doctor",
+    "cli/eval_options.py": "eval",
+    "cli/eval_tasks.py": "eval",
     "cli/export.py": "export-precision",
     "config/sampling.py": "generate",
     "export/layer_names.py": "export-precision",
@@ -51,6 +53,7 @@ OF_ONE_COMMAND = {
     "optim/copy_rounds.py": "launch",
     "config/layout.py": "launch",
     "cli/study.py": "study",
+    "tasks/built_in.py": "eval",
     "study/estimate.py": "study",
     "study/on_ray.py": "study",
     "study/variants.py": "study",

@@ -51,7 +51,8 @@ PUBLIC = {
     "prepare": "SRC OUT --text-column --conversations --chat-template --tokenizer --bpe-vocab-size --held-out "
     "--workers",
     "verify": "PATH",
-    "eval": "TARGET --data --text-column --conversations --sequence --device --trust-code",
+    "eval": "TARGET --data --tasks --checkpoints --beside --text-column --conversations --sequence --device "
+    "--trust-code",
     "chat": "TARGET --system --chat-template --tokens --temperature --top-k --top-p --seed --device --trust-code",
     "generate": "TARGET --prompt --tokens --temperature --top-k --top-p --seed --device --trust-code",
     "export": "RUN OUT --trust-code",

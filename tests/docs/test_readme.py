@@ -95,7 +95,10 @@ def test_the_two_make_lines_exist() -> None:
     [
         "README.md",
         "CHANGELOG.md",
-        *(f"docs/{name}.md" for name in ("architecture", "precision", "snip", "memory", "lab-log")),
+        *(
+            f"docs/{name}.md"
+            for name in ("architecture", "evaluation", "precision", "snip", "memory", "lab-log")
+        ),
     ],
 )
 def test_links_and_packages_in_the_documents_exist(name: str) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Protocol
 
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
+from scrimp.cli import eval_options
 from scrimp.cli.plan_options import refuse_options_of_others
 from scrimp.config import (
     RANGES,
@@ -216,12 +217,19 @@ class Verify:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Measure a model on text it has not seen: loss, perplexity, bits per byte."""
+    """Measure a model on text it has not seen: loss, perplexity, bits per byte; or, with --tasks, on tasks."""
 
     target: Positional[Path]
     """A run folder, one of its checkpoints, or a Hugging Face model folder."""
-    data: str
-    """Text to measure on: a file, or any source that `scrimp prepare` takes."""
+    data: str | None = None
+    """Text to measure on, or to make tasks from: a file, or any source that `scrimp prepare` takes."""
+    tasks: str | None = None
+    """Tasks with commas between them: continuation, word-order, closing (made from --data), copying; a JSONL file of
+    rows {"context": ..., "choices": [...], "answer": 0}; or lm-eval:NAME, lm-eval:FILE.yaml (needs scrimp[lm-eval])."""
+    checkpoints: FlagCreatePairsOff[bool] = False
+    """With --tasks: all checkpoints that the run has kept, and what each task says of them early."""
+    beside: Annotated[tuple[str, ...], UseAppendAction] = ()
+    """With --tasks: another run or model to compare; once for each. Runs that differ in their seed are one model."""
     text_column: str = "text"
     """Column (JSONL key) that holds the text; of conversations, messages unless another is named."""
     conversations: FlagCreatePairsOff[bool] = False
@@ -231,10 +239,16 @@ class Evaluate:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     trust_code: FlagCreatePairsOff[bool] = False
-    """Run the code of a run whose model is a kind of its own."""
+    """Run the code of a run whose model is a kind of its own, and code that a task of lm-eval names."""
 
     def execute(self, given: frozenset[str]) -> int:
+        eval_options.refuse_options_of_others(self)
         check_device(self.device, "--device")
+        if self.tasks is not None:
+            from scrimp.cli.eval_tasks import evaluate_tasks
+
+            return evaluate_tasks(self)
+        assert self.data is not None, "options were checked"
         if self.sequence is not None:
             check_range("--sequence", self.sequence, RANGES["train.sequence"])
         from scrimp.cli.trained import evaluate_target

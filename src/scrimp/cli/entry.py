@@ -48,7 +48,7 @@ Scrimp trains language models with the bits, bytes and devices you have.
   plan [FILE.toml]              what that run would take; starts nothing
   prepare SRC OUT               text to token shards
   verify PATH                   check all of a corpus, run, checkpoint or exported model
-  eval TARGET --data FILE       loss, perplexity, bits per byte of a run or model folder
+  eval TARGET --data FILE       loss and bits per byte of a run or model folder; --tasks NAME: small tasks
   generate TARGET --prompt TEXT continue a text
   chat TARGET                   talk to a model that has a chat template
   export RUN OUT                a run as a Hugging Face folder
