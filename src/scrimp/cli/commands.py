@@ -158,7 +158,7 @@ class Prepare:
     """Turn text into token shards. Interrupted, it continues after the last finished shard."""
 
     src: Positional[str]
-    """stdlib; a text, JSONL or Parquet file (also .gz, .zst); a folder of them; a saved datasets
+    """stdlib; copy, a task; a text, JSONL or Parquet file (also .gz, .zst); a folder of them; a saved datasets
     folder; or hf:OWNER/NAME."""
     out: Positional[Path]
     """Folder for the shards."""

@@ -102,7 +102,7 @@ _ANSWERS: dict[str, Answer] = {
         "leave it out: schedule.name wsd decays over the last fifth of the run",
         "decay_ratio warmdown_ratio warmdown_iters cooldown_steps",
     ),
-    **_named("optimizer.name", "optimizer optim optimizer_type optimizer_name", note="adamw or muon"),
+    **_named("optimizer.name", "optimizer optim optimizer_type optimizer_name", note="adamw, nadamw or muon"),
     **_none("leave it out: each option of the optimizer is a setting optimizer.*", "optim_args"),
     **_named("optimizer.beta1", "adam_beta1 adam_beta_1"),
     **_named("optimizer.beta2", "adam_beta2 adam_beta_2"),

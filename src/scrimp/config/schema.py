@@ -54,7 +54,7 @@ class DataConfig:
     """Text in, token sequences out."""
 
     source: str = "stdlib"
-    """stdlib; a text, JSONL or Parquet file (also .gz, .zst); a folder of them; a folder of
+    """stdlib; copy, a task; a text, JSONL or Parquet file (also .gz, .zst); a folder of them; a folder of
     token shards; a saved datasets folder; or hf:OWNER/NAME for the Hugging Face hub."""
     text_column: str = "text"
     """Column (JSONL key) that holds the text; of conversations, messages unless another is named."""
@@ -145,8 +145,8 @@ class OptimizerConfig:
     """How gradients move the weights."""
 
     name: str = "adamw"
-    """adamw, or muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest. Or FILE.py:NAME, a
-    torch.optim.Optimizer of your own (with --trust-code)."""
+    """adamw; nadamw, AdamW with Nesterov momentum; or muon: orthogonalised momentum for the blocks' matrices, AdamW
+    for the rest. Or FILE.py:NAME, a torch.optim.Optimizer of your own (with --trust-code)."""
     lr: float | None = None
     """Peak learning rate. Unset: min(3e-3, 0.8 / width), a tenth of that from model.weights, but for those whose
     optimizer's states go over too (from_weights)."""

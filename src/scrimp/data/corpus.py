@@ -38,7 +38,7 @@ from scrimp.data.corpus_manifest import (
 from scrimp.data.prepare import EARLIER_RULES, CorpusSpec, corpus_settings, open_text_source, prepare
 from scrimp.data.progress_line import note
 from scrimp.data.shards import BoolArray, Int64Array, Shard, damaged, read_header
-from scrimp.data.sources import HUB
+from scrimp.data.sources import BUILT_IN, HUB
 from scrimp.data.tokenizer import Tokenizer, load_tokenizer
 from scrimp.errors import DataError, StorageError
 from scrimp.files import make_folder, user_cache
@@ -222,7 +222,7 @@ def open_corpus(
             whose rules gave another split, it is opened.
     """
     path = Path(spec.source).expanduser()
-    if spec.source != "stdlib" and not spec.source.startswith(HUB) and path.is_dir() and is_corpus(path):
+    if spec.source not in BUILT_IN and not spec.source.startswith(HUB) and path.is_dir() and is_corpus(path):
         corpus = Corpus(path)
         _check_wanted_kind(spec, corpus)
         check_wanted_tokenizer(spec.tokenizer, path, corpus.manifest)

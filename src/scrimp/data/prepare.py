@@ -49,7 +49,7 @@ from scrimp.data.encoding import encode_documents
 from scrimp.data.find_source import open_source
 from scrimp.data.passes import Passes
 from scrimp.data.progress_line import note
-from scrimp.data.sources import HUB, Source
+from scrimp.data.sources import BUILT_IN, HUB, Source
 from scrimp.data.split import Split, split_by_share, split_by_source
 from scrimp.data.tokenizer import (
     END_OF_TEXT,
@@ -79,7 +79,7 @@ class CorpusSpec:
     """Which text, and what decides its tokens."""
 
     source: str
-    """stdlib, a file, a folder, a saved data set, a folder of token shards, or hf:OWNER/NAME."""
+    """stdlib, copy, a file, a folder, a saved data set, a folder of token shards, or hf:OWNER/NAME."""
     text_column: str = "text"
     """Column (JSONL key) that holds the text; of conversations, `messages` unless another is named."""
     conversations: bool = False
@@ -173,7 +173,7 @@ def _checked_counts(spec: CorpusSpec, workers: int | None, shard_tokens: int) ->
 def open_text_source(spec: CorpusSpec, out: Path | None = None) -> tuple[Source, Tokenizer | None]:
     """The source of a spec, and its tokenizer where that exists before the corpus is read."""
     path = Path(spec.source).expanduser()
-    if spec.source != "stdlib" and not spec.source.startswith(HUB) and path.is_dir():
+    if spec.source not in BUILT_IN and not spec.source.startswith(HUB) and path.is_dir():
         if is_corpus(path):
             raise DataError(
                 f"{path} already holds token shards",

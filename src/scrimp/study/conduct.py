@@ -24,12 +24,13 @@ from typing import Final, Protocol
 
 from scrimp.errors import StorageError
 from scrimp.files import folder_lock, make_folder, write_whole
-from scrimp.study.definition import TRUNK, Study
+from scrimp.study.definition import Study
 from scrimp.study.estimate import Probe, threads_of, with_micro_batch
 from scrimp.study.job import Job, finished_row, has_reached, read_run_of, row_of, run_name
 from scrimp.study.processes import Places
 from scrimp.study.rounds import Round, count_of, round_of, steps_of
 from scrimp.study.rows import Key, Row, append_row, read_rows, rows_of_study
+from scrimp.study.variants import TRUNK
 
 STUDY_FILE: Final = "study.toml"
 RUNS: Final = "runs"
@@ -143,7 +144,7 @@ def jobs_of(
                     steps=steps_of(variant) if is_trunk else now.steps[variant.name],
                     stops_there=not now.is_last and not is_trunk,
                     folder=runs,
-                    figure=study.figure,
+                    figure=study.recorded_figure,
                     threads=threads,
                     trunk=None if is_trunk else trunk,
                     trusts=trusts,

@@ -9,6 +9,7 @@ Checked  tests/study/test_study_page.py
 
 from __future__ import annotations
 
+import math
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -85,6 +86,7 @@ def _header(results: Results) -> Markup:
     ending = f"{results.done} of {results.planned} runs have a figure"
     facts = {
         "compared": f"{FIGURES[study.figure]}, {UNITS[study.figure]}",
+        **({} if study.target is None else {"target": f"held-out loss {format_number(study.target, 5)}"}),
         "control": study.control,
         "pairs": f"runs of one seed: {', '.join(map(str, study.seeds[:12]))}"
         + " ..." * (len(study.seeds) > 12),
@@ -127,7 +129,7 @@ def _failures(results: Results) -> Markup | None:
 
 def _verdicts(results: Results) -> Markup:
     unit = UNITS[results.study.figure]
-    head = ["variant", "runs", "mean", f"difference, {unit}", "interval", "in per cent", "visible", "verdict"]
+    head = ["variant", "runs", centre_name(results), f"difference, {unit}", "interval", "in per cent", "visible", "verdict"]
     note = (
         "Difference: variant less control, seed by seed, and the mean of these. Visible: the smallest true difference "
         f"that so many pairs of this scatter find in {format_percent(results.study.power, 0)} of studies. "
@@ -158,11 +160,11 @@ def _cells(results: Results, one: Outcome) -> list[str | Markup]:
     found = one.comparison
     name = f"{one.name} (dropped after step {one.steps:,})" if one.is_dropped else one.name
     if found is None:
-        return [name, str(len(one.values)), format_number(one.mean, 5), "", "", "", "", one.verdict]
+        return [name, str(len(one.values)), centre_text(one), "", "", "", "", one.verdict]
     return [
         name,
         str(len(one.values)),
-        format_number(one.mean, 5),
+        centre_text(one),
         signed(found.mean),
         interval_text(results, found),
         f"{100 * one.relative:+.2f}%" if one.relative is not None else "",
@@ -185,8 +187,20 @@ def interval_text(results: Results, found: Comparison | None) -> str:
     return f"{signed(found.low)} to {signed(found.high)}" + (f" ({', '.join(other)})" if other else "")
 
 
+def centre_name(results: Results) -> str:
+    """What `centre_text` is."""
+    return "median" if results.study.figure == "steps_to_target" else "mean"
+
+
+def centre_text(outcome: Outcome) -> str:
+    """The figure of a variant, over its seeds."""
+    return "never" if outcome.centre == math.inf else format_number(outcome.centre, 5)
+
+
 def signed(value: float | None) -> str:
-    """A difference with its sign."""
+    """A difference with its sign; of a target that was not reached, by whom."""
+    if value is not None and not math.isfinite(value):
+        return "neither" if math.isnan(value) else "never" if value > 0 else "control never"
     return "" if value is None else ("+" if value > 0 else "") + format_number(value, 3)
 
 

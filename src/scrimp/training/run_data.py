@@ -20,7 +20,7 @@ from scrimp.data import Corpus, CorpusSpec, is_corpus, load_tokenizer, open_corp
 from scrimp.data.corpus import check_wanted_tokenizer
 from scrimp.data.corpus_manifest import read_manifest
 from scrimp.data.prepare import chat_tokenizer
-from scrimp.data.sources import HUB
+from scrimp.data.sources import BUILT_IN, HUB
 from scrimp.errors import ConfigError, DataError, ModelError
 from scrimp.training.run_folder import TOKENIZER
 from scrimp.training.trained_weights import tokenizer_of_weights
@@ -92,7 +92,7 @@ def decide_tokenizer(config: Config, architecture: Architecture) -> tuple[Config
 
 def _shards_of(data: DataConfig) -> Path | None:
     """The folder of ready shards that the source is, which bring their tokenizer along."""
-    is_name = data.source == "stdlib" or data.source.startswith(HUB)
+    is_name = data.source in BUILT_IN or data.source.startswith(HUB)
     return None if is_name or not is_corpus(Path(data.source)) else Path(data.source)
 
 
