@@ -431,6 +431,24 @@ class StudyCommand:
 
 
 @dataclass(frozen=True)
+class Score:
+    """Rank the submissions of finished studies by the steps that they took to the studies' targets: time to result.
+
+    Each study is a workload, or a held-out variant of one. Ratios, performance profiles and scores are AlgoPerf's.
+    """
+
+    studies: Positional[tuple[Path, ...]]
+    """Folders of results, each of a study with figure = "steps_to_target"."""
+    out: Path = Path("score.html")
+    """The page."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        from scrimp.cli.score import score
+
+        return score(self.studies, self.out)
+
+
+@dataclass(frozen=True)
 class Doctor:
     """Try every recipe and back end on a device: works, wrong, slower than bf16, or not available, and why.
 
@@ -508,6 +526,7 @@ COMMANDS: dict[str, type[Command]] = {
     "export-layout": ExportLayout,
     "report": Report,
     "study": StudyCommand,
+    "score": Score,
     "doctor": Doctor,
 }
 """By the words that call them, in the order of the help."""

@@ -22,9 +22,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from scrimp.errors import StorageError
+from scrimp.errors import ConfigError, StorageError
 from scrimp.files import folder_lock, make_folder, write_whole
-from scrimp.study.definition import Study
+from scrimp.study.definition import Study, load_study, parse_study
 from scrimp.study.estimate import Probe, threads_of, with_micro_batch
 from scrimp.study.job import Job, finished_row, has_reached, read_run_of, row_of, run_name
 from scrimp.study.processes import Places
@@ -75,6 +75,23 @@ def lock_folder(folder: Path) -> Iterator[None]:
     make_folder(folder)
     with folder_lock(folder, refuse):
         yield
+
+
+def study_of(folder: Path) -> Study:
+    """The study whose results lie in a folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    file = folder / STUDY_FILE
+    if not file.is_file():
+        raise ConfigError(
+            f"{folder} is no study's folder",
+            got=f"no {STUDY_FILE} in it",
+            expected="a folder that `scrimp study` wrote: study.toml and rows.jsonl",
+            do="name that folder, a TOML file, or a study that ships",
+        )
+    return parse_study(load_study(str(file)).text, name=folder.resolve().name, where=str(file))
 
 
 def begin(study: Study, folder: Path) -> dict[Key, Row]:

@@ -10,6 +10,7 @@ Checked  tests/study/test_study_page.py
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -49,7 +50,6 @@ def write_page(results: Results, folder: Path) -> Path:
 
 def build_page(results: Results) -> str:
     """The page as text."""
-    style = resource("vendor/uPlot.min.css") + resource("page.css") + _own("page.css")
     licence = f"/*\n{resource('vendor/LICENSE')}*/\n"
     script = licence + resource("vendor/uPlot.iife.min.js") + resource("charts.js")
     sections = [
@@ -60,13 +60,37 @@ def build_page(results: Results) -> str:
         ("study", "The study", tag("pre", escape(results.study.text, 20_000), class_="definition")),
         ("environment", "Environment", _environment(results)),
     ]
+    return page_of(
+        results.study.name, _header(results), sections, command="scrimp study", origin="the study", script=script
+    )
+
+
+def page_of(
+    title: str,
+    header: Markup,
+    sections: Sequence[tuple[str, str, Markup]],
+    *,
+    command: str,
+    origin: str,
+    script: str = "",
+) -> str:
+    """A page of one or several studies.
+
+    Args:
+        sections: end of an address, heading, and body.
+        command: that wrote it.
+        origin: of its rows.
+    """
+    style = resource("vendor/uPlot.min.css") + resource("page.css") + _own("page.css")
     return Template(_own("page.html")).substitute(
         policy=policy_of(style, script),
-        title=escape(results.study.name, 120),
+        title=escape(title, 120),
         style=style,
         script=script,
-        header=_header(results),
-        main=join(_section(slug, title, body) for slug, title, body in sections),
+        header=header,
+        main=join(_section(slug, name, body) for slug, name, body in sections),
+        command=command,
+        origin=origin,
     )
 
 
@@ -142,7 +166,7 @@ def _verdicts(results: Results) -> Markup:
     return join(
         [
             interval_svg(results),
-            _table(
+            table_of(
                 head,
                 [_cells(results, one) for one in results.outcomes],
                 [_kind(one) for one in results.outcomes],
@@ -272,7 +296,7 @@ def _pairs(results: Results) -> Markup:
         rows.append([one.name, *cells, format_number(scatter, 3) if scatter is not None else ""])
     if not seeds:
         return tag("p", "There is no pair of runs yet.", class_="note")
-    return _table(["variant", *[f"seed {seed}" for seed in seeds], "scatter"], rows)
+    return table_of(["variant", *[f"seed {seed}" for seed in seeds], "scatter"], rows)
 
 
 def _runs(results: Results) -> Markup:
@@ -290,7 +314,7 @@ def _runs(results: Results) -> Markup:
         "",
     ]
     kinds = ["failed" if row.error else "" for row in rows]
-    return _table(head, [_run_cells(row) for row in rows], kinds)
+    return table_of(head, [_run_cells(row) for row in rows], kinds)
 
 
 def _run_cells(row: Row) -> list[str | Markup]:
@@ -320,12 +344,13 @@ def _environment(results: Results) -> Markup:
         for name in names
     ]
     data = dict.fromkeys(row.data[:12] for row in results.rows if row.data)
-    return _table(["", ""], [*rows, ["data", ", ".join(data)]])
+    return table_of(["", ""], [*rows, ["data", ", ".join(data)]])
 
 
-def _table(
+def table_of(
     head: list[str], rows: list[list[str | Markup]] | list[list[str]], kinds: list[str] | None = None
 ) -> Markup:
+    """A table whose first column names its rows; `kinds` are classes of these."""
     top = tag("tr", *[tag("th", name, scope="col") for name in head])
     body = [
         tag(
