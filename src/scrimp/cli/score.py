@@ -6,6 +6,7 @@ from pathlib import Path
 
 from scrimp.cli.show import plain_console
 from scrimp.config.read_toml import expand_home
+from scrimp.errors import ConfigError
 from scrimp.study.score_page import score_table, steps_table, write_score_page
 from scrimp.study.workloads import standing
 
@@ -16,6 +17,12 @@ def score(studies: tuple[Path, ...], out: Path) -> int:
     Raises:
         ConfigError: a folder is no workload, is not finished, or does not go with the others.
     """
+    if not studies:
+        raise ConfigError(
+            "no study is named",
+            expected="folders that `scrimp study` wrote",
+            do="scrimp score studies/lm studies/copy",
+        )
     found = standing([expand_home("the study", folder) for folder in studies])
     console = plain_console()
     console.print(steps_table(found))
