@@ -216,7 +216,11 @@ class Study(_Head):
 
 def shipped_studies() -> tuple[str, ...]:
     """Names of the studies that ship."""
-    return tuple(sorted(file.stem for file in _SHIPPED.glob("*.toml")))
+    return tuple(sorted(_shipped()))
+
+
+def _shipped() -> dict[str, Path]:
+    return {file.stem: file for file in _SHIPPED.rglob("*.toml")}
 
 
 def load_study(source: str, given: Sequence[str] = ()) -> Study:
@@ -230,7 +234,7 @@ def load_study(source: str, given: Sequence[str] = ()) -> Study:
     """
     file, names = expand_home("the study", Path(source)), shipped_studies()
     if source in names and not file.is_file():
-        file = _SHIPPED / f"{source}.toml"
+        file = _shipped()[source]
     elif not file.suffix and not file.exists():
         near = nearest_word(source, names)
         raise ConfigError(
