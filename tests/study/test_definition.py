@@ -354,7 +354,10 @@ def test_shipped_workloads_are_one_race() -> None:
     """The same submissions with the same settings, and each workload with a held-out variant of other sizes."""
     studies = [one for name in shipped_studies() if (one := load_study(name)).target is not None]
     own = [
-        {v.name: {k: s for k, s in v.settings.items() if s != one.variants[0].settings.get(k)} for v in one.variants}
+        {
+            v.name: {k: s for k, s in v.settings.items() if s != one.variants[0].settings.get(k)}
+            for v in one.variants
+        }
         for one in studies
     ]
     assert all(one == own[0] for one in own)

@@ -1,4 +1,4 @@
-"""Ratios, profiles and scores: by hand, beside AlgoPerf's own script, integrated on a grid, and what holds of any table."""
+"""Ratios, profiles and scores: by hand, beside AlgoPerf's own script, on a grid, and what holds of any table."""
 
 from __future__ import annotations
 

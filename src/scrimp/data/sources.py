@@ -132,7 +132,7 @@ class StandardLibrary(Files):
 
 
 class CopyTask(Source):
-    """Texts ``w=w`` where w are eight hexadecimal digits: nobody can predict the first w, a model that copies the second.
+    """Texts ``w=w`` of eight hexadecimal digits w: nobody can predict the first w, a model that copies has the second.
 
     A perfect model loses ln 16 nats on each of eight digits. Digits are those of a hash of the text's number, so that
     all machines have the same texts.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from scrimp.config import Config, Range, check_range, check_values, nearest_word, ranks_of, replace_values
+from scrimp.config import Config, check_values, nearest_word, ranks_of, replace_values
 from scrimp.errors import ConfigError, ScrimpError
 from scrimp.study.comparisons import pairs_for_bootstrap
 from scrimp.study.rows import MOST_POINTS
@@ -21,7 +21,6 @@ _ONLY_COMMON: Final = ("data",)
 _ONLY_COMMON_OF_LOSSES: Final = ("data", "evaluation", "train.sequence", "objective.name")
 _ONLY_COMMON_OF_TRUNKS: Final = ("model",)
 _ONLY_COMMON_OF_TARGETS: Final = ("model", "train.steps", "train.batch_tokens")
-
 
 
 def check_control(control: str, variants: Sequence[Variant], where: str) -> None:

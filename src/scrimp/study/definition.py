@@ -45,15 +45,12 @@ from scrimp.config import (
     Config,
     Range,
     check_range,
-    check_values,
     leaves,
     nearest_key,
     nearest_word,
-    ranks_of,
-    replace_values,
 )
 from scrimp.config.read_toml import MAX_FILE_BYTES, convert, expand_home
-from scrimp.errors import ConfigError, ScrimpError
+from scrimp.errors import ConfigError
 from scrimp.files import read_bounded
 from scrimp.study.checks import check_control, check_whole
 from scrimp.study.comparisons import IntervalName, share_of_error

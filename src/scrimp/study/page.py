@@ -61,7 +61,12 @@ def build_page(results: Results) -> str:
         ("environment", "Environment", _environment(results)),
     ]
     return page_of(
-        results.study.name, _header(results), sections, command="scrimp study", origin="the study", script=script
+        results.study.name,
+        _header(results),
+        sections,
+        command="scrimp study",
+        origin="the study",
+        script=script,
     )
 
 
@@ -153,7 +158,16 @@ def _failures(results: Results) -> Markup | None:
 
 def _verdicts(results: Results) -> Markup:
     unit = UNITS[results.study.figure]
-    head = ["variant", "runs", centre_name(results), f"difference, {unit}", "interval", "in per cent", "visible", "verdict"]
+    head = [
+        "variant",
+        "runs",
+        centre_name(results),
+        f"difference, {unit}",
+        "interval",
+        "in per cent",
+        "visible",
+        "verdict",
+    ]
     note = (
         "Difference: variant less control, seed by seed, and the mean of these. Visible: the smallest true difference "
         f"that so many pairs of this scatter find in {format_percent(results.study.power, 0)} of studies. "

@@ -117,9 +117,7 @@ def _outcome(
 ) -> Outcome:
     steps = compared_step(study, rows, name)
     mine = {seed: row for (variant, seed, at), row in rows.items() if variant == name and at == steps}
-    values = {
-        seed: value for seed, row in mine.items() if (value := figure_of(study, row)) is not None
-    }
+    values = {seed: value for seed, row in mine.items() if (value := figure_of(study, row)) is not None}
     failures = {
         seed: row.error
         for (variant, seed, at), row in rows.items()

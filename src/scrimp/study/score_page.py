@@ -81,15 +81,17 @@ def _ruleset(found: Standing) -> str:
 
 def _scores(found: Standing) -> list[list[str]]:
     return [
-        [name, f"{value:.3f}", *[MISSING if one == math.inf else f"{one:.2f}" for one in found.ratios_of(name)]]
+        [
+            name,
+            f"{value:.3f}",
+            *[MISSING if one == math.inf else f"{one:.2f}" for one in found.ratios_of(name)],
+        ]
         for name, value in found.scores.items()
     ]
 
 
 def _steps(found: Standing) -> list[list[str]]:
-    return [
-        [name, *[steps_text(one, one.entries[name]) for one in found.workloads]] for name in found.scores
-    ]
+    return [[name, *[steps_text(one, one.entries[name]) for one in found.workloads]] for name in found.scores]
 
 
 def steps_text(workload: Workload, entry: Entry) -> str:
@@ -111,7 +113,15 @@ def _profiles(found: Standing) -> Markup:
 
 
 def _workloads(found: Standing) -> Markup:
-    head = ["workload", "held-out variant of", "target, held-out loss", "most steps", "tokens a step", "seeds", ""]
+    head = [
+        "workload",
+        "held-out variant of",
+        "target, held-out loss",
+        "most steps",
+        "tokens a step",
+        "seeds",
+        "",
+    ]
     rows = [
         [
             one.name,
