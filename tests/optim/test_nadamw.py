@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from allocator import allocator_peak
+from distributed import spawn
 from states import states_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from scrimp.config import OptimizerConfig
 from scrimp.optim.nadamw import NAdamW, NAdamWMemory
@@ -114,3 +119,41 @@ def test_the_account_foretells_states_and_the_peak_of_the_update() -> None:
     peak = costs.update_peak(named, "cpu", None)  # type: ignore[arg-type]
     real = allocator_peak(lambda: optimizer.step(LR))
     assert peak == pytest.approx(real, rel=1e-3)
+
+
+RANKS = 2
+
+
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(12, 7)
+
+
+def on_a_rank(rank: int) -> dict[str, Tensor]:
+    """Three steps of a layer whose rows ranks share, each with data of its own."""
+    model = layer()
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    optimizer = NAdamW(dict(model.named_parameters()), SETTINGS)
+    for number in range(3):
+        model(normal(10 * number + rank, 5, 12)).square().sum().backward()
+        optimizer.step(LR)
+        optimizer.zero_grad()
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        found[name] = parameter.full_tensor().detach().clone()
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_that_share_rows_are_one_process(tmp_path: Path) -> None:
+    model = layer()
+    optimizer = NAdamW(dict(model.named_parameters()), SETTINGS)
+    for number in range(3):
+        for rank in range(RANKS):  # gradients of ranks are averaged
+            (model(normal(10 * number + rank, 5, 12)).square().sum() / RANKS).backward()
+        optimizer.step(LR)
+        optimizer.zero_grad()
+    for found in spawn(RANKS, on_a_rank, tmp_path):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-4, atol=1e-6)

@@ -12,6 +12,7 @@ from scrimp.cli import main
 from scrimp.errors import ConfigError
 from scrimp.study.conduct import STUDY_FILE
 from scrimp.study.definition import Study, parse_study
+from scrimp.study.page import build_page
 from scrimp.study.results import results_of
 from scrimp.study.rows import Curve, Row, append_row
 from scrimp.study.workloads import standing
@@ -58,6 +59,9 @@ def test_the_first_evaluation_at_or_below_the_target_counts() -> None:
     assert (a.centre, b.centre, c.centre) == (40.0, 20.0, float("inf"))
     assert b.verdict == "no interval: of 3 pairs the target was never reached in 1, by the control in 0"
     assert c.verdict == "no interval: of 3 pairs the target was never reached in 2, by the control in 0"
+    page = build_page(results_of(study, rows))
+    assert "<td>never</td>" in page
+    assert "held-out loss 2.000" in page
 
 
 def test_two_that_never_reach_it_are_no_difference_of_zero() -> None:

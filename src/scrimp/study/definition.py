@@ -150,6 +150,12 @@ class Study(_Head):
         return self.figure == "tokens_per_second"
 
     @property
+    def trunk_has_own_data(self) -> bool:
+        """Whether runs go on from a model of another text: they fine-tune it."""
+        key = "data.source"
+        return self.trunk is not None and self.trunk.settings.get(key) != self.variants[0].settings.get(key)
+
+    @property
     def recorded_figure(self) -> FigureName:
         """The figure that a row has to have: steps to a target are read from its evaluations."""
         return "held_out_loss" if self.figure == "steps_to_target" else self.figure
