@@ -59,6 +59,7 @@ PUBLIC = {
     "export-precision": "SOURCE OUT --target --names --approximate",
     "export-layout": "SOURCE OUT --target --approximate",
     "report": "RUN",
+    "score": "[STUDIES] --out",
     "study": "STUDY --out --seeds --set --at-once --ray --dry-run --report --trust-code",
     "doctor": "--device --json --fresh --ranks",
 }

@@ -310,3 +310,15 @@ def test_fingerprints_follow_the_content(tmp_path: Path, text_file: Path) -> Non
     assert open_source(str(text_file), "text").fingerprint() == first
     text_file.write_bytes(b"X" + content[1:])
     assert open_source(str(text_file), "text").fingerprint() != first
+
+
+def test_the_copy_task_is_the_same_digits_twice_and_never_the_same_text() -> None:
+    found = texts("copy")
+    assert found == texts("copy")
+    halves = [text.split("=") for text in found]
+    assert all(first == second and len(first) == 8 for first, second in halves)
+    assert len(set(found)) == len(found) == 50_000
+    digits = "".join(first for first, _ in halves)
+    assert all(abs(digits.count(digit) / len(digits) - 1 / 16) < 0.002 for digit in "0123456789abcdef")
+    with pytest.raises(DataError):
+        open_source("copy", "messages", conversations=True)

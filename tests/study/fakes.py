@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from scrimp.study.definition import TRUNK, Study, parse_study
+from scrimp.study.definition import Study, parse_study
 from scrimp.study.estimate import Probe
 from scrimp.study.job import Job
 from scrimp.study.rows import Curve, Key, Row
+from scrimp.study.variants import TRUNK
 
 PROBE = Probe(
     startup_seconds=2.0, step_seconds=0.5, host_bytes=1 << 20, device_bytes=0, micro_batch=4, data="d"

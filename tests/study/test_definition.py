@@ -32,6 +32,9 @@ name = "fp8"
 precision = "fp8,*.wgrad=bf16"
 optimizer.lr = 0.1
 """
+TARGET = LIST.replace('figure = "training_loss"', 'figure = "steps_to_target"\ntarget = 5.2').replace(
+    "train.steps = 8", "train.steps = 8\ntrain.batch_tokens = 512\nevaluation.every = 2"
+)
 
 
 def read(text: str) -> Study:
@@ -69,6 +72,17 @@ def test_a_list_compares_with_its_first_variant() -> None:
         "precision": "fp8,*.wgrad=bf16",
         "optimizer.lr": 0.1,
     }
+
+
+def test_a_target_is_read_from_evaluations_and_can_be_set(tmp_path: Path) -> None:
+    study = read(TARGET)
+    assert (study.target, study.recorded_figure) == (5.2, "held_out_loss")
+    assert study.submissions == {"bf16": ("bf16",), "fp8": ("fp8",)}
+    (tmp_path / "mine.toml").write_text(TARGET)
+    given = load_study(str(tmp_path / "mine.toml"), ["target=3.5", "train.steps=16"])
+    assert (given.target, given.variants[0].settings["train.steps"]) == (3.5, 16)
+    assert "target" not in given.variants[0].settings
+    assert parse_study(given.text, name="mine", where="mine.toml") == given
 
 
 def test_further_seeds_follow_the_files_own() -> None:
@@ -239,6 +253,47 @@ REFUSED = {
         "leave it out",
     ),
     "halving key": (LIST + "[halving]\nround = 1\n", "halving.round", "halving.rounds"),
+    "a target of a loss": ("target = 5.2\n" + LIST, "target in mine.toml has no effect", None),
+    "a held-out variant of a loss": ('held_out_of = "lm"\n' + LIST, "held_out_of in mine.toml", None),
+    "no target": (TARGET.replace("target = 5.2", ""), "names no target", None),
+    "a target that is no number": (TARGET.replace("5.2", "nan"), "target in mine.toml", None),
+    "a target without evaluations": (
+        TARGET.replace("evaluation.every = 2", "evaluation.every = 0"),
+        "too little for steps to a target",
+        "[settings]",
+    ),
+    "evaluations that miss the last step": (
+        TARGET.replace("every = 2", "every = 3"),
+        "does not divide its steps",
+        None,
+    ),
+    "more evaluations than a row has": (
+        TARGET.replace("steps = 8", "steps = 402"),
+        "does not divide its steps",
+        None,
+    ),
+    "halving to a target": (TARGET + "[halving]\n", "does not go with steps_to_target", None),
+    "other batches on the way to a target": (
+        TARGET.replace("optimizer.lr = 0.1", "train.batch_tokens = 1024"),
+        "train.batch_tokens",
+        "[settings]",
+    ),
+    "another model on the way to a target": (
+        TARGET.replace("optimizer.lr = 0.1", "model.num_layers = 2"),
+        "model.num_layers",
+        "[settings]",
+    ),
+    "trials that are no variants": (
+        LIST + '[submissions]\nmine = ["bf16", "fp4"]\n',
+        "submissions.mine in mine.toml",
+        None,
+    ),
+    "a variant of no submission": (LIST + '[submissions]\nmine = ["bf16"]\n', "every variant once", None),
+    "unequal trials": (
+        LIST + '[[variants]]\nname = "c"\n[submissions]\nmine = ["bf16", "c"]\ntheirs = ["fp8"]\n',
+        "other numbers of trials",
+        None,
+    ),
     "too many": ("seeds = 9000\n" + LIST, "too many runs", None),
 }
 
@@ -292,4 +347,21 @@ def test_shipped_studies_can_be_read(name: str) -> None:
     study = load_study(name)
     assert study.name == name
     assert study.about
-    assert study.scatter is not None
+    assert study.scatter is not None or study.target is not None
+
+
+def test_shipped_workloads_are_one_race() -> None:
+    """The same submissions with the same settings, and each workload with a held-out variant of other sizes."""
+    studies = [one for name in shipped_studies() if (one := load_study(name)).target is not None]
+    own = [
+        {
+            v.name: {k: s for k, s in v.settings.items() if s != one.variants[0].settings.get(k)}
+            for v in one.variants
+        }
+        for one in studies
+    ]
+    assert all(one == own[0] for one in own)
+    names = {one.name for one in studies}
+    assert {one.held_out_of for one in studies if one.held_out_of} == names - {
+        one.name for one in studies if one.held_out_of
+    }

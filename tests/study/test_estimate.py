@@ -108,6 +108,25 @@ def test_variants_that_would_read_other_data_are_refused(
         probe_all(study, tmp_path, 1, lambda text: None, trusts=False)
 
 
+def test_a_trunk_may_read_another_text_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        estimate,
+        "_probe",
+        lambda study, variant, threads, *, trusts: replace(PROBE, data=str(variant.name == "trunk")),
+    )
+    fine_tuned = study_of(tail='[trunk]\ndata.source = "copy"\n')
+    assert set(probe_all(fine_tuned, tmp_path, 1, lambda text: None, trusts=False)) == {
+        "trunk",
+        "a",
+        "b",
+        "c",
+    }
+    (tmp_path / estimate.PROBES).unlink()
+    same = study_of(tail='[trunk]\nprecision = "bf16"\n')
+    with pytest.raises(DataError, match="trunk and a would read different data"):
+        probe_all(same, tmp_path, 1, lambda text: None, trusts=False)
+
+
 def test_a_micro_batch_that_is_given_stays() -> None:
     assert with_micro_batch({"train.steps": 8}, PROBE) == {"train.steps": 8, "train.micro_batch": 4}
     assert with_micro_batch({"train.micro_batch": 2}, PROBE) == {"train.micro_batch": 2}

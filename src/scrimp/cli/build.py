@@ -1,7 +1,8 @@
 """From the words of a command line to a command, and its execution.
 
-`train` and `plan` have a FILE, whose values are the defaults of their options; `launch` takes another command as its
-last words. What is no command, and a word that became FILE by mistake, is refused with what was probably meant.
+`train` and `plan` have a FILE, or a recipe, whose values are the defaults of their options; `launch` takes another
+command as its last words. What is no command, and a word that became FILE by mistake, is refused with what was probably
+meant.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from scrimp.config import (
 )
 from scrimp.config.elsewhere import answer_for
 from scrimp.errors import ConfigError, ScrimpError, typed
+from scrimp.recipes import file_of, is_recipe
 
 
 def build(name: str, words: Sequence[str]) -> tuple[Command, frozenset[str]]:
@@ -100,9 +102,12 @@ def _build_configured(
         command = kind()  # a mistake beside --help: the help answers it
     in_file = frozenset[str]()
     if command.file is not None or len(quiet) < len(words):
-        if command.file is not None:
-            _check_is_file(str(command.file), words, prog)
-        from_file, in_file = read_config(command.file)
+        file = command.file
+        if file is not None and is_recipe(str(file)):
+            file = file_of(str(file), "train")
+        elif file is not None:
+            _check_is_file(str(file), words, prog)
+        from_file, in_file = read_config(file)
         command = parse(kind, words, prog=prog, default=kind(config=from_file))
     given = given_keys(words, leaves(Config))
     values = flatten(command.config)

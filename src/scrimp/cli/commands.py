@@ -40,7 +40,7 @@ class Train:
     """Train a model as the configuration says: defaults, then FILE, then the options given here."""
 
     file: Positional[Path | None] = None
-    """TOML file with the same settings as the options below. Without one: the defaults."""
+    """TOML file with the same settings as the options below, or recipe:NAME. Without one: the defaults."""
     resume: FlagCreatePairsOff[bool] = False
     """Go on from the newest checkpoint in run.dir that is whole and finite."""
     resume_from: int | None = None
@@ -83,7 +83,7 @@ class Plan:
     """
 
     file: Positional[Path | None] = None
-    """TOML file with the same settings as the options below. Without one: the defaults."""
+    """TOML file with the same settings as the options below, or recipe:NAME. Without one: the defaults."""
     out: Path | None = None
     """Write the measured plan of precision here, as JSON."""
     hardware: str | None = None
@@ -159,7 +159,7 @@ class Prepare:
     """Turn text into token shards. Interrupted, it continues after the last finished shard."""
 
     src: Positional[str]
-    """stdlib; a text, JSONL or Parquet file (also .gz, .zst); a folder of them; a saved datasets
+    """stdlib; copy, a task; a text, JSONL or Parquet file (also .gz, .zst); a folder of them; a saved datasets
     folder; or hf:OWNER/NAME."""
     out: Positional[Path]
     """Folder for the shards."""
@@ -414,7 +414,7 @@ class StudyCommand:
     """
 
     study: Positional[str]
-    """A TOML file; the name of a study that ships; or a folder of results, to make its page again."""
+    """A TOML file; the name of a study that ships; recipe:NAME; or a folder of results, to make its page again."""
     out: Path | None = None
     """Folder of the results. Unset: studies/ and the study's name."""
     seeds: int | None = None
@@ -442,6 +442,24 @@ class StudyCommand:
         from scrimp.cli.study import study
 
         return study(self)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Rank the submissions of finished studies by the steps that they took to the studies' targets: time to result.
+
+    Each study is a workload, or a held-out variant of one. Ratios, performance profiles and scores are AlgoPerf's.
+    """
+
+    studies: Positional[tuple[Path, ...]]
+    """Folders of results, each of a study with figure = "steps_to_target"."""
+    out: Path = Path("score.html")
+    """The page."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        from scrimp.cli.score import score
+
+        return score(self.studies, self.out)
 
 
 @dataclass(frozen=True)
@@ -522,6 +540,7 @@ COMMANDS: dict[str, type[Command]] = {
     "export-layout": ExportLayout,
     "report": Report,
     "study": StudyCommand,
+    "score": Score,
     "doctor": Doctor,
 }
 """By the words that call them, in the order of the help."""

@@ -11,9 +11,10 @@ from scrimp.cli.show import plain_console, say
 from scrimp.config.read_toml import expand_home
 from scrimp.errors import ConfigError
 from scrimp.files import make_folder
+from scrimp.recipes import PREFIX, file_of, findings, is_recipe
 from scrimp.study.announce import announcement
-from scrimp.study.conduct import RUNS, STUDY_FILE, begin, conduct, lock_folder, rows_of
-from scrimp.study.definition import Study, load_study, parse_study, shipped_studies
+from scrimp.study.conduct import RUNS, STUDY_FILE, begin, conduct, lock_folder, rows_of, study_of
+from scrimp.study.definition import Study, load_study, shipped_studies
 from scrimp.study.estimate import Probe, places_here, probe_all, seconds_of, steps_left, threads_of
 from scrimp.study.looks import read_looks, record_looks
 from scrimp.study.page import write_page
@@ -52,8 +53,8 @@ def study(command: StudyCommand) -> int:
                 got=", ".join(name for name, is_given in refused.items() if is_given),
                 do="leave that out, or name the study's file or name",
             )
-        return _report(_of_results(source), source)
-    found = load_study(command.study, command.set)
+        return _report(study_of(source), source)
+    found = _load(command)
     folder = expand_home("--out", command.out or Path("studies") / found.name)
     if command.seeds is not None:
         found = found.with_seeds(command.seeds)
@@ -74,17 +75,12 @@ def study(command: StudyCommand) -> int:
         return _carry_out(found, folder, command)
 
 
-def _of_results(folder: Path) -> Study:
-    """The study whose results lie in a folder."""
-    if not (folder / STUDY_FILE).is_file():
-        raise ConfigError(
-            f"{folder} is no study's folder",
-            got=f"no {STUDY_FILE} in it",
-            expected="a folder that `scrimp study` wrote: study.toml and rows.jsonl",
-            do="name that folder, a TOML file, or a study that ships",
-        )
-    found = load_study(str(folder / STUDY_FILE))
-    return parse_study(found.text, name=folder.resolve().name, where=str(folder / STUDY_FILE))
+def _load(command: StudyCommand) -> Study:
+    """The study of a recipe, a file, or a name."""
+    if not is_recipe(command.study):
+        return load_study(command.study, command.set)
+    name = command.study.removeprefix(PREFIX)
+    return load_study(str(file_of(command.study, "study")), command.set, name=name)
 
 
 def _report(found: Study, folder: Path) -> int:
@@ -150,7 +146,10 @@ def _show(found: Study, rows: Mapping[Key, Row], folder: Path) -> int:
     advice = _next(results)
     if advice:
         console.print(advice, soft_wrap=True)
-    console.print(f"report: {write_page(results, folder)}", soft_wrap=True)
+    said = findings(results)
+    for line in said:
+        console.print(line, soft_wrap=True)
+    console.print(f"report: {write_page(results, folder, said)}", soft_wrap=True)
     return 1 if any(one.failures for one in results.outcomes) else 0
 
 

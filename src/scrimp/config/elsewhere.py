@@ -103,7 +103,9 @@ _ANSWERS: dict[str, Answer] = {
         "decay_ratio warmdown_ratio warmdown_iters cooldown_steps",
     ),
     **_named(
-        "optimizer.name", "optimizer optim optimizer_type optimizer_name", note="adamw, muon, galore or fira"
+        "optimizer.name",
+        "optimizer optim optimizer_type optimizer_name",
+        note="adamw, nadamw, muon, galore or fira",
     ),
     **_none("leave it out: each option of the optimizer is a setting optimizer.*", "optim_args"),
     **_named("optimizer.beta1", "adam_beta1 adam_beta_1"),

@@ -40,6 +40,7 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
         rounds=True,
         planned_on_ranks=True,
     ),
+    "nadamw": OptimizerFacts("scrimp.optim.nadamw"),
     "muon": OptimizerFacts("scrimp.optim.muon", moments=("auto", "fp32", "bf16", "8bit")),
     "galore": OptimizerFacts("scrimp.optim.galore", low_rank=True),
     "fira": OptimizerFacts("scrimp.optim.galore", low_rank=True),

@@ -55,7 +55,7 @@ class DataConfig:
     """Text in, token sequences out."""
 
     source: str = "stdlib"
-    """stdlib; a text, JSONL or Parquet file (also .gz, .zst); a folder of them; a folder of
+    """stdlib; copy, a task; a text, JSONL or Parquet file (also .gz, .zst); a folder of them; a folder of
     token shards; a saved datasets folder; or hf:OWNER/NAME for the Hugging Face hub."""
     mix: str | None = None
     """Instead of source: several of them with weights, as web.jsonl=0.7,stdlib=0.3. A weight says how much of what is
@@ -163,9 +163,9 @@ class OptimizerConfig:
     """How gradients move the weights."""
 
     name: str = "adamw"
-    """adamw; or, with AdamW for all but the blocks' matrices, muon: orthogonalised momentum; galore: Adam in a low-rank
-    subspace of gradients, with a fraction of its states; fira: and what that leaves out, scaled alike. Or FILE.py:NAME,
-    a torch.optim.Optimizer of your own (with --trust-code)."""
+    """adamw; nadamw, AdamW with Nesterov momentum; or, with AdamW for all but the blocks' matrices, muon:
+    orthogonalised momentum; galore: Adam in a low-rank subspace of gradients, with a fraction of its states; fira: and
+    what that leaves out, scaled alike. Or FILE.py:NAME, a torch.optim.Optimizer of your own (with --trust-code)."""
     lr: float | None = None
     """Peak learning rate. Unset: min(3e-3, 0.8 / width), a tenth of that from model.weights, but for those whose
     optimizer's states go over too (from_weights)."""

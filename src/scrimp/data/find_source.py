@@ -10,7 +10,17 @@ from pathlib import Path
 
 from scrimp.data.columns import Column
 from scrimp.data.hub import Hub, SavedDataset
-from scrimp.data.sources import HUB, Files, Source, StandardLibrary, no_conversations, source_file, walk_files
+from scrimp.data.sources import (
+    BUILT_IN,
+    HUB,
+    CopyTask,
+    Files,
+    Source,
+    StandardLibrary,
+    no_conversations,
+    source_file,
+    walk_files,
+)
 from scrimp.errors import DataError
 from scrimp.files import storage
 
@@ -26,10 +36,10 @@ def open_source(source: str, column: str, *, conversations: bool = False) -> Sou
 
 
 def _open_source(source: str, column: Column) -> Source:
-    if source == "stdlib":
+    if source in BUILT_IN:
         if column.is_messages:
             raise no_conversations(source)
-        return StandardLibrary()
+        return StandardLibrary() if source == "stdlib" else CopyTask()
     if source.startswith(HUB):
         return Hub(source, column)
     path = Path(source).expanduser()
@@ -38,7 +48,7 @@ def _open_source(source: str, column: Column) -> Source:
     if not exists:
         raise DataError(
             f"there is no file or folder {source}",
-            expected="stdlib, a text, JSONL or Parquet file, a folder, or hf:OWNER/NAME for the Hugging Face hub",
+            expected="stdlib, copy, a text, JSONL or Parquet file, a folder, or hf:OWNER/NAME for the Hugging Face hub",
             do=_hub_hint(source),
         )
     if is_folder:

@@ -1,6 +1,7 @@
 """Where text comes from: one `Source` per kind, each a stream of texts in a fixed order.
 
     stdlib              the Python files of the running Python's own standard library
+    copy                a task: random letters, and the same again
     FILE                text, JSONL (.jsonl, .ndjson, .json) or Parquet; text and JSONL also .gz, .zst
     FOLDER              such files, in the order of their paths (a .json file in a folder is text);
                         names that begin with a dot are left out
@@ -32,6 +33,9 @@ from scrimp.errors import DataError
 from scrimp.files import storage
 
 HUB = "hf:"
+BUILT_IN = frozenset({"stdlib", "copy"})
+"""Sources that are names, never paths: ./stdlib is the folder."""
+_COPIES = 50_000
 _HASHED_CONTENT = 256 << 20
 _JSONL = frozenset({".jsonl", ".ndjson"})
 _STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
@@ -125,6 +129,25 @@ class StandardLibrary(Files):
 
     def fingerprint(self) -> str:
         return f"{platform.python_version()}-{super().fingerprint()}"
+
+
+class CopyTask(Source):
+    """Texts ``w=w`` of eight hexadecimal digits w: nobody can predict the first w, a model that copies has the second.
+
+    A perfect model loses ln 16 nats on each of eight digits. Digits are those of a hash of the text's number, so that
+    all machines have the same texts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("copy")
+
+    def texts(self, meter: Meter) -> Iterator[str]:
+        for number in range(_COPIES):
+            word = hashlib.sha256(b"copy %d" % number).hexdigest()[:8]
+            yield f"{word}={word}"
+
+    def fingerprint(self) -> str:
+        return f"copy-{_COPIES}"
 
 
 def fingerprint_files(files: list[SourceFile]) -> str:

@@ -5,6 +5,7 @@ AdamW    With m, v before the step, t the step's number, g the gradient as the o
              mh = (b1 m + (1 - b1) g) / (1 - b1^t)     vh = (b2 v + (1 - b2) g^2) / (1 - b2^t)
              h(g) = mh / (sqrt(vh) + eps)              update = -lr (h + wd W)
 
+         NAdamW takes b1 mh + (1 - b1) g / (1 - b1^t) in the place of mh.
          Adam's weight decay is part of its gradient, g + wd W; AdamW's moves no sensitivity.
 SGD      With momentum or without, the next update moves by exactly the change of the gradient: h(g) = g. Dampening and
          Nesterov's look-ahead scale the updates of a group alike, and are left out.
@@ -47,6 +48,8 @@ class AdamWRule:
     eps: float = 1e-8
     decay: Tensor | None = None
     """Added to the gradient: wd W of Adam. None: decay is decoupled, or there is none."""
+    nesterov: bool = False
+    """NAdamW: the gradient once more beside its average."""
     is_linear = False
 
     def direction(self, gradient: Tensor) -> Tensor:
@@ -58,7 +61,10 @@ class AdamWRule:
             torch.zeros_like(gradient) if moment is None else moment.to(gradient.dtype)
             for moment in (self.exp_avg, self.exp_avg_sq)
         )
-        mean = m.lerp(gradient, 1 - self.beta1) / (1 - self.beta1**t)
+        mean = m.lerp(gradient, 1 - self.beta1)
+        if self.nesterov:
+            mean = mean.lerp(gradient, 1 - self.beta1)
+        mean = mean / (1 - self.beta1**t)
         square = (self.beta2 * v).addcmul_(gradient, gradient, value=1 - self.beta2)
         return mean / (square.div_(1 - self.beta2**t).sqrt_().add_(self.eps))
 

@@ -57,6 +57,7 @@ class Comparison:
     differences: dict[int, float]
     """The difference of each pair, by seed."""
     mean: float | None
+    """None of no differences, and where one is not finite: of a target that was never reached."""
     scatter: float | None
     """Standard deviation of the differences; None of fewer than two."""
     low: float | None
@@ -95,7 +96,8 @@ def compare(
     values, alpha = list(differences.values()), 1 - confidence
     if interval == "bootstrap" and not has_bootstrap(len(values), alpha):
         interval = "t"
-    mean = statistics.fmean(values) if values else None
+    is_finite = all(map(math.isfinite, values))
+    mean = statistics.fmean(values) if values and is_finite else None
     if mean is None or len(values) < 2:
         return Comparison(
             differences=differences,

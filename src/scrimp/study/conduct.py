@@ -23,15 +23,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from scrimp.errors import StorageError
+from scrimp.errors import ConfigError, StorageError
 from scrimp.files import folder_lock, make_folder, write_whole
-from scrimp.study.definition import TRUNK, Study
+from scrimp.study.definition import Study, load_study, parse_study
 from scrimp.study.estimate import Probe, threads_of, with_micro_batch
 from scrimp.study.job import Job, finished_row, has_reached, read_run_of, row_of, run_name
 from scrimp.study.processes import Places
 from scrimp.study.rounds import Round, count_of, round_of, steps_of
 from scrimp.study.rows import Key, Row, append_row, read_rows, rows_of_study
-from scrimp.study.variants import Variant
+from scrimp.study.variants import TRUNK, Variant
 
 STUDY_FILE: Final = "study.toml"
 RUNS: Final = "runs"
@@ -76,6 +76,23 @@ def lock_folder(folder: Path) -> Iterator[None]:
     make_folder(folder)
     with folder_lock(folder, refuse):
         yield
+
+
+def study_of(folder: Path) -> Study:
+    """The study whose results lie in a folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    file = folder / STUDY_FILE
+    if not file.is_file():
+        raise ConfigError(
+            f"{folder} is no study's folder",
+            got=f"no {STUDY_FILE} in it",
+            expected="a folder that `scrimp study` wrote: study.toml and rows.jsonl",
+            do="name that folder, a TOML file, or a study that ships",
+        )
+    return parse_study(load_study(str(file)).text, name=folder.resolve().name, where=str(file))
 
 
 def begin(study: Study, folder: Path) -> dict[Key, Row]:
@@ -141,7 +158,7 @@ def jobs_of(
                     steps=steps_of(variant) if is_trunk else now.steps[variant.name],
                     stops_there=not now.is_last and not is_trunk,
                     folder=runs,
-                    figure=study.figure,
+                    figure=study.recorded_figure,
                     threads=threads,
                     needs=_needs_of(study, variant, seed),
                     how=None if variant.combined is None else variant.combined.how,

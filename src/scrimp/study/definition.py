@@ -5,7 +5,7 @@ A file has the common settings of all runs, and either a list of variants or a g
     about = "What does the learning rate do?"
     seeds = 3                        # or a list, [0, 1, 2]
     control = "lr=0.001"             # what the others are compared with; unset: the first
-    figure = "held_out_loss"         # or training_loss, tokens_per_second
+    figure = "held_out_loss"         # or training_loss, tokens_per_second; steps_to_target, with target = 5.2
 
     [settings]                       # as `scrimp train` has them
     model.preset = "llama-3m"
@@ -37,7 +37,7 @@ import itertools
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard
 
@@ -45,50 +45,44 @@ from scrimp.config import (
     Config,
     Range,
     check_range,
-    check_values,
     leaves,
     nearest_key,
     nearest_word,
-    ranks_of,
-    replace_values,
 )
 from scrimp.config.read_toml import MAX_FILE_BYTES, convert, expand_home
-from scrimp.errors import ConfigError, ScrimpError
+from scrimp.errors import ConfigError
 from scrimp.files import read_bounded
-from scrimp.study.comparisons import IntervalName, pairs_for_bootstrap, share_of_error
+from scrimp.study.checks import check_control, check_whole
+from scrimp.study.comparisons import IntervalName, share_of_error
 from scrimp.study.rows import digest_of
 from scrimp.study.variants import (
     MOST_RUNS,
+    SEEDS_OF_TRUNKS,
+    TRUNK,
     Settings,
     Variant,
     ordered,
     settings_of_part,
     shown,
+    submissions_of,
     table_of,
     toml_of_given,
     variants_of,
 )
 
-FigureName = Literal["held_out_loss", "training_loss", "tokens_per_second"]
+FigureName = Literal["held_out_loss", "training_loss", "tokens_per_second", "steps_to_target"]
 _SHIPPED: Final = Path(__file__).parent / "shipped"
-_CONTAINERS: Final = ("seeds", "settings", "variants", "grid", "halving", "trunk", "given")
-TRUNK: Final = "trunk"
-_SEEDS_OF_TRUNKS: Final = 2**32
-"""Added to a seed for its trunk, so that the runs that go on read the corpus in another order."""
+_CONTAINERS: Final = ("seeds", "settings", "variants", "grid", "halving", "trunk", "submissions", "given")
 _SEEDS_OF_DRAWS: Final = 2**40
 """Added to a seed for each further draw of a variant."""
-_RECORDS: Final = {"distill": Config().objective.name}
-"""Objectives whose recorded loss is another one's."""
 _RANGES: Final = {
     "confidence": Range(0.5, 1 - 1e-9),
     "power": Range(0.05, 0.999, above=True),
     "scatter": Range(0, 1e12, above=True),
     "matters": Range(0, 1e12, above=True),
+    "target": Range(-1e12, 1e12),
     "threads": Range(1, 4096),
 }
-_ONLY_COMMON: Final = ("data",)
-_ONLY_COMMON_OF_LOSSES: Final = ("data", "evaluation", "train.sequence", "objective.name")
-_ONLY_COMMON_OF_TRUNKS: Final = ("model",)
 _SIZES_OF_BATCHES: Final = ("train.batch_tokens", "train.sequence")
 
 
@@ -110,10 +104,16 @@ class _Head:
 
     about: str = ""
     """The question, in a sentence."""
+    recipe: str = ""
+    """The recipe (`scrimp.recipes`) that says what its results mean."""
     control: str = ""
     """The variant that the others are compared with. Unset: the first."""
     figure: FigureName = "held_out_loss"
     """What is compared."""
+    target: float | None = None
+    """Of steps_to_target: the held-out loss that is to be reached."""
+    held_out_of: str = ""
+    """Of steps_to_target: the workload, a study, of which this one is a held-out variant. Empty: none."""
     interval: IntervalName = "t"
     confidence: float = 0.95
     """Probability that an interval holds the true difference."""
@@ -141,6 +141,8 @@ class Study(_Head):
     halving: Halving | None = None
     trunk: Variant | None = None
     """What all runs of a seed go on from; None: they begin with weights of their own."""
+    submissions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What `scrimp score` ranks, by name: the variants that are its trials."""
 
     @property
     def runs_of_a_seed(self) -> list[Variant]:
@@ -151,6 +153,17 @@ class Study(_Head):
     def is_timed(self) -> bool:
         """Whether runs have to be alone on their machine, since what is compared is their speed."""
         return self.figure == "tokens_per_second"
+
+    @property
+    def trunk_has_own_data(self) -> bool:
+        """Whether runs go on from a model of another text: they fine-tune it."""
+        key = "data.source"
+        return self.trunk is not None and self.trunk.settings.get(key) != self.variants[0].settings.get(key)
+
+    @property
+    def recorded_figure(self) -> FigureName:
+        """The figure that a row has to have: steps to a target are read from its evaluations."""
+        return "held_out_loss" if self.figure == "steps_to_target" else self.figure
 
     @property
     def confidence_of_each(self) -> float:
@@ -188,13 +201,13 @@ class Study(_Head):
         """The same with so many seeds: its own first, then further ones."""
         more = itertools.chain(self.seeds, (one for one in itertools.count() if one not in self.seeds))
         found = replace(self, seeds=tuple(itertools.islice(more, count)))
-        _check_whole(found, self.name)
+        check_whole(found, self.name)
         return found
 
     def settings_of(self, variant: Variant, seed: int) -> dict[str, Any]:
         """All settings of one run but its folder, and its trunk's."""
         if variant is self.trunk:
-            return dict(variant.settings) | {"run.seed": seed + _SEEDS_OF_TRUNKS}
+            return dict(variant.settings) | {"run.seed": seed + SEEDS_OF_TRUNKS}
         settings = dict(variant.settings) | {"run.seed": seed + variant.draw * _SEEDS_OF_DRAWS}
         if variant.naming:  # the tokenizer is that of the runs that it names
             settings.pop("data.vocab_size", None)
@@ -222,21 +235,26 @@ class Study(_Head):
 
 def shipped_studies() -> tuple[str, ...]:
     """Names of the studies that ship."""
-    return tuple(sorted(file.stem for file in _SHIPPED.glob("*.toml")))
+    return tuple(sorted(_shipped()))
 
 
-def load_study(source: str, given: Sequence[str] = ()) -> Study:
+def _shipped() -> dict[str, Path]:
+    return {file.stem: file for file in _SHIPPED.rglob("*.toml")}
+
+
+def load_study(source: str, given: Sequence[str] = (), *, name: str | None = None) -> Study:
     """A study by its file, or by the name of one that ships.
 
     Args:
-        given: settings of runs as key=value, in the place of the file's; of the trunk as trunk.key=value.
+        name: of the study. None: the file's.
+        given: settings of runs as key=value, in the place of the file's; of the trunk as trunk.key=value; target=value.
 
     Raises:
         ConfigError: there is none, or it cannot be used; with file, key, what was got and what is expected.
     """
     file, names = expand_home("the study", Path(source)), shipped_studies()
     if source in names and not file.is_file():
-        file = _SHIPPED / f"{source}.toml"
+        file = _shipped()[source]
     elif not file.suffix and not file.exists():
         near = nearest_word(source, names)
         raise ConfigError(
@@ -254,7 +272,7 @@ def load_study(source: str, given: Sequence[str] = ()) -> Study:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{file} is not UTF-8 text", expected="a study as TOML") from None
-    return parse_study(text + toml_of_given(given, text), name=file.stem, where=str(file))
+    return parse_study(text + toml_of_given(given, text), name=name or file.stem, where=str(file))
 
 
 def parse_study(text: str, *, name: str, where: str) -> Study:
@@ -277,14 +295,16 @@ def parse_study(text: str, *, name: str, where: str) -> Study:
     written = settings_of_part(table_of(table, "settings", where), where, "settings")
     told = table_of(table, "given", where)
     of_trunk = settings_of_part(table_of(told, TRUNK, where), where, f"given.{TRUNK}")
-    rest = {key: value for key, value in told.items() if key != TRUNK}
+    if "target" in told:
+        head["target"] = _head_value("target", told["target"], where)
+    rest = {key: value for key, value in told.items() if key not in (TRUNK, "target")}
     given = settings_of_part(rest, where, "given")
     common, variants = variants_of(table, written, given, where)
     trunk = _trunk(table, common, of_trunk, where)
     if trunk is not None:
         variants = tuple(_after_trunk(one, trunk) for one in variants)
     head["control"] = head.get("control") or variants[0].name
-    _check_control(head["control"], variants, where)
+    check_control(head["control"], variants, where)
     variants = ordered(variants, where)
     found = Study(
         name=name,
@@ -293,9 +313,10 @@ def parse_study(text: str, *, name: str, where: str) -> Study:
         variants=variants,
         halving=_halving(table, where),
         trunk=trunk,
+        submissions=submissions_of(table, variants, where),
         **head,
     )
-    _check_whole(found, where)
+    check_whole(found, where)
     return found
 
 
@@ -310,10 +331,15 @@ def _read_head(table: Mapping[str, Any], where: str) -> dict[str, Any]:
             continue
         if key not in known:
             raise _unknown(key, [*known, *_CONTAINERS], where)
-        values[key] = convert(known[key], value, where)
-        if key in _RANGES:
-            check_range(f"{key} in {where}", values[key], _RANGES[key])
+        values[key] = _head_value(key, value, where)
     return values
+
+
+def _head_value(key: str, value: object, where: str) -> Any:
+    found = convert(leaves(_Head)[key], value, where)
+    if key in _RANGES:
+        check_range(f"{key} in {where}", found, _RANGES[key])
+    return found
 
 
 def _unknown(key: str, known: Sequence[str], where: str) -> ConfigError:
@@ -378,179 +404,3 @@ def _halving(table: Mapping[str, Any], where: str) -> Halving | None:
             )
         check_range(f"halving.{key} in {where}", found[key], Range(least, most))
     return Halving(**found)
-
-
-# -- the study as a whole ----------------------------------------------------------------------
-
-
-def _check_control(control: str, variants: Sequence[Variant], where: str) -> None:
-    names = [one.name for one in variants]
-    if control not in names:
-        near = nearest_word(control, names)
-        raise ConfigError(
-            f"control in {where} is none of the variants",
-            got=repr(control),
-            expected=f"one of {', '.join(names)}",
-            do=f"did you mean {near}?" if near else None,
-        )
-
-
-def _check_whole(study: Study, where: str) -> None:
-    """What only the parts together can break."""
-    if study.power <= 1 - study.confidence:
-        raise ConfigError(
-            f"power in {where} is no more than chance",
-            got=f"power {study.power:g} beside confidence {study.confidence:g}",
-            expected=f"above {1 - study.confidence:g}: variants that do nothing are found so often",
-        )
-    if len(study.variants) * len(study.seeds) > MOST_RUNS:
-        raise ConfigError(
-            f"{where} asks for too many runs",
-            got=f"{len(study.variants):,} variants x {len(study.seeds):,} seeds",
-            expected=f"at most {MOST_RUNS:,}",
-        )
-    least = pairs_for_bootstrap(1 - study.confidence_of_each)
-    if study.interval == "bootstrap" and len(study.seeds) < least:
-        raise ConfigError(
-            f"interval in {where} cannot be bootstrap with so few seeds",
-            got=f"{len(study.seeds)} seeds",
-            expected=f"{least} or more: means of fewer differences never leave their range",
-            do=f'give seeds = {least}, or interval = "t"',
-        )
-    _check_needs(study, where)
-    _check_shared(study, where)
-    if study.trunk is not None:
-        _check_trunk(study, study.trunk, where)
-    for variant in study.variants:
-        _check_run(study, variant, where)
-
-
-def _check_trunk(study: Study, trunk: Variant, where: str) -> None:
-    """Refuse runs that cannot go on from their trunk."""
-    if any(one.name == TRUNK for one in study.variants):
-        raise ConfigError(
-            f"a variant in {where} is called {TRUNK}, as the run that all go on from",
-            do="give it another name",
-        )
-    if max(study.seeds) >= _SEEDS_OF_TRUNKS:
-        raise ConfigError(
-            f"seeds in {where} are too large beside a trunk",
-            got=f"{max(study.seeds):,}",
-            expected=f"below {_SEEDS_OF_TRUNKS:,}: a trunk's own seed is as much more",
-        )
-    for variant in study.variants:
-        if "data.vocab_size" in variant.settings:
-            raise ConfigError(
-                f"{variant.name} in {where} has another vocabulary than its trunk",
-                got=f"data.vocab_size {variant.settings['data.vocab_size']}",
-                expected="the trunk's, whose tokenizer it reads",
-                do="move data.vocab_size to [settings]",
-            )
-        if "model.weights" in variant.settings:
-            raise ConfigError(
-                f"{variant.name} in {where} begins with other weights than the trunk's",
-                got=f"model.weights {variant.settings['model.weights']}",
-                expected="the trunk's, which the study gives it",
-                do="move model.weights to [trunk], or remove [trunk]",
-            )
-    models = [key for key in trunk.settings if key.startswith("model.") and key != "model.weights"]
-    own = [key for key in models if trunk.settings[key] != study.variants[0].settings.get(key)]
-    if own:
-        raise ConfigError(
-            f"the trunk in {where} is another model than the runs that go on from it",
-            got=", ".join(own),
-            expected="one model",
-            do="move it to [settings]",
-        )
-    _check_settings(trunk, where)
-
-
-def _check_shared(study: Study, where: str) -> None:
-    """Refuse variants that are measured on something else than the control."""
-    is_timed = study.figure == "tokens_per_second"
-    shared: tuple[str, ...] = _ONLY_COMMON if is_timed else _ONLY_COMMON_OF_LOSSES
-    if study.trunk is not None:
-        shared += _ONLY_COMMON_OF_TRUNKS
-    control = next(one for one in study.variants if one.name == study.control)
-    for variant in study.variants:
-        keys = {*variant.settings, *control.settings}
-        for key in sorted(keys):
-            if not any(key == one or key.startswith(f"{one}.") for one in shared):
-                continue
-            mine, of_control = (_as_read(key, one.settings.get(key)) for one in (variant, control))
-            if mine != of_control:
-                raise ConfigError(
-                    f"{key} in {where} differs between variants",
-                    got=f"{mine!r} of {variant.name}, {of_control!r} of {study.control}",
-                    expected="one value: all runs of a study share their data"
-                    + ("" if is_timed else " and evaluation")
-                    + ("" if study.trunk is None else ", and their model, which is the trunk's"),
-                    do="move it to [settings], or make it another study",
-                )
-
-
-def _as_read(key: str, value: object) -> object:
-    """A setting as far as figures depend on it: objectives that record the same loss are the same."""
-    return _RECORDS.get(str(value), value or Config().objective.name) if key == "objective.name" else value
-
-
-def _check_needs(study: Study, where: str) -> None:
-    """Refuse what does not go with variants that need others' runs."""
-    needing = next((one for one in study.variants if one.needs), None)
-    if needing is None:
-        return
-    if study.halving is not None or study.figure != "held_out_loss":
-        raise ConfigError(
-            f"{needing.name} in {where} needs runs of other variants",
-            got="[halving]" if study.halving is not None else f"figure {study.figure}",
-            expected="held_out_loss, of whole runs",
-            do="leave that out",
-        )
-    if study.named(study.control).combined is not None:
-        raise ConfigError(f"the control in {where} is no run", got=study.control, do="name a run as control")
-
-
-def _check_settings(variant: Variant, where: str) -> None:
-    config = replace_values(Config(), variant.settings)
-    try:
-        check_values(config)
-    except ScrimpError as error:
-        raise type(error)(
-            f"{variant.name} in {where}: {error.what}", got=error.got, expected=error.expected, do=error.do
-        ) from None
-    if ranks_of(config.layout) > 1:
-        raise ConfigError(
-            f"{variant.name} in {where} asks for {ranks_of(config.layout)} ranks",
-            expected="runs of one process each",
-            do="leave the degrees of layout out",
-        )
-
-
-def _check_run(study: Study, variant: Variant, where: str) -> None:
-    _check_settings(variant, where)
-    if study.halving is not None:
-        _check_halving(study, study.halving, variant, where)
-
-
-def _check_halving(study: Study, halving: Halving, variant: Variant, where: str) -> None:
-    steps, whole = variant.settings.get("train.steps"), halving.factor**halving.rounds
-    if study.is_timed:
-        raise ConfigError(
-            f"halving in {where} does not go with tokens_per_second", expected="a loss as figure"
-        )
-    common = {one.settings.get("train.steps") for one in study.variants}
-    if not isinstance(steps, int) or steps % whole or len(common) > 1:
-        raise ConfigError(
-            f"halving in {where} does not divide train.steps of {variant.name}",
-            got="no train.steps" if steps is None else f"{steps:,} steps",
-            expected=f"a multiple of factor^rounds, {whole:,}, the same for all variants",
-            do=f"give train.steps = {max(whole, round((steps or whole) / whole) * whole)} under [settings]",
-        )
-    every, first = variant.settings.get("evaluation.every"), halving.steps(steps)[0]
-    if every is not None and (every == 0 or first % every):
-        raise ConfigError(
-            f"evaluation.every of {variant.name} in {where} does not meet the rounds of halving",
-            got=f"every {every:,} steps",
-            expected=f"a divisor of {first:,}, the first round's steps",
-            do="leave it out",
-        )

@@ -39,7 +39,7 @@ from scrimp.study.job import Job, data_digest, read_run_of
 from scrimp.study.processes import Process
 from scrimp.study.rounds import steps_of, survivors
 from scrimp.study.rows import digest_of
-from scrimp.study.variants import Variant
+from scrimp.study.variants import TRUNK, Variant
 
 PROBES: Final = "probes.json"
 _COSTS_NOTHING: Final[Mapping[str, str]] = {
@@ -116,7 +116,7 @@ def probe_all(study: Study, folder: Path, threads: int, say: Say, *, trusts: boo
         found[variant.name] = known[key]
     control = found[study.control]
     for name, one in found.items():
-        if one.data != control.data:
+        if one.data != control.data and not (name == TRUNK and study.trunk_has_own_data):
             raise DataError(
                 f"{name} and {study.control} would read different data",
                 got=f"corpora {one.data[:12]} and {control.data[:12]}",

@@ -22,13 +22,11 @@ from scrimp.json_files import decode_loosely
 from scrimp.report.curves import Array
 from scrimp.report.read_run import RunRecord, read_run
 from scrimp.study.definition import FigureName
-from scrimp.study.rows import LARGEST, Curve, Key, Row
+from scrimp.study.rows import LARGEST, MOST_POINTS, Curve, Key, Row
 from scrimp.study.variants import MAY_NAME_RUNS, CombinedHow
 
 _DONE: Final = "all steps done"
 """The reason of the finish of a run that did not fail."""
-MOST_POINTS: Final = 200
-"""Most points of a curve in a row."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,8 @@ Checked  tests/study/test_study_page.py
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -35,37 +37,72 @@ _BATCHES: Final = {
 }
 
 
-def write_page(results: Results, folder: Path) -> Path:
+def write_page(results: Results, folder: Path, findings: Sequence[str] = ()) -> Path:
     """Write the page into the study's folder; its path.
+
+    Args:
+        findings: what the study's recipe says of the results, a sentence each.
 
     Raises:
         StorageError: it cannot be written.
     """
     path = folder / FILE_NAME
-    write_whole(path, build_page(results), shared=True)
+    write_whole(path, build_page(results, findings), shared=True)
     return path
 
 
-def build_page(results: Results) -> str:
-    """The page as text."""
-    style = resource("vendor/uPlot.min.css") + resource("page.css") + _own("page.css")
+def build_page(results: Results, findings: Sequence[str] = ()) -> str:
+    """The page as text; arguments as of `write_page`."""
     licence = f"/*\n{resource('vendor/LICENSE')}*/\n"
     script = licence + resource("vendor/uPlot.iife.min.js") + resource("charts.js")
     sections = [
-        ("verdicts", "Verdicts", _verdicts(results)),
+        ("verdicts", "Verdicts", join([_said(findings), _verdicts(results)])),
         ("curves", "Curves", _curves(results)),
         ("pairs", "Paired differences", _pairs(results)),
         ("runs", "Runs", _runs(results)),
         ("study", "The study", tag("pre", escape(results.study.text, 20_000), class_="definition")),
         ("environment", "Environment", _environment(results)),
     ]
+    return page_of(
+        results.study.name,
+        _header(results),
+        sections,
+        command="scrimp study",
+        origin="the study",
+        script=script,
+    )
+
+
+def _said(findings: Sequence[str]) -> Markup | None:
+    return tag("ul", *[tag("li", escape(one, 400)) for one in findings]) if findings else None
+
+
+def page_of(
+    title: str,
+    header: Markup,
+    sections: Sequence[tuple[str, str, Markup]],
+    *,
+    command: str,
+    origin: str,
+    script: str = "",
+) -> str:
+    """A page of one or several studies.
+
+    Args:
+        sections: end of an address, heading, and body.
+        command: that wrote it.
+        origin: of its rows.
+    """
+    style = resource("vendor/uPlot.min.css") + resource("page.css") + _own("page.css")
     return Template(_own("page.html")).substitute(
         policy=policy_of(style, script),
-        title=escape(results.study.name, 120),
+        title=escape(title, 120),
         style=style,
         script=script,
-        header=_header(results),
-        main=join(_section(slug, title, body) for slug, title, body in sections),
+        header=header,
+        main=join(_section(slug, name, body) for slug, name, body in sections),
+        command=command,
+        origin=origin,
     )
 
 
@@ -85,6 +122,7 @@ def _header(results: Results) -> Markup:
     ending = f"{results.done} of {results.planned} runs have a figure"
     facts = {
         "compared": f"{FIGURES[study.figure]}, {UNITS[study.figure]}",
+        **({} if study.target is None else {"target": f"held-out loss {format_number(study.target, 5)}"}),
         "control": study.control,
         "pairs": f"runs of one seed: {', '.join(map(str, study.seeds[:12]))}"
         + " ..." * (len(study.seeds) > 12),
@@ -127,7 +165,16 @@ def _failures(results: Results) -> Markup | None:
 
 def _verdicts(results: Results) -> Markup:
     unit = UNITS[results.study.figure]
-    head = ["variant", "runs", "mean", f"difference, {unit}", "interval", "in per cent", "visible", "verdict"]
+    head = [
+        "variant",
+        "runs",
+        centre_name(results),
+        f"difference, {unit}",
+        "interval",
+        "in per cent",
+        "visible",
+        "verdict",
+    ]
     note = (
         "Difference: variant less control, seed by seed, and the mean of these. Visible: the smallest true difference "
         f"that so many pairs of this scatter find in {format_percent(results.study.power, 0)} of studies. "
@@ -140,7 +187,7 @@ def _verdicts(results: Results) -> Markup:
     return join(
         [
             interval_svg(results),
-            _table(
+            table_of(
                 head,
                 [_cells(results, one) for one in results.outcomes],
                 [_kind(one) for one in results.outcomes],
@@ -158,11 +205,11 @@ def _cells(results: Results, one: Outcome) -> list[str | Markup]:
     found = one.comparison
     name = f"{one.name} (dropped after step {one.steps:,})" if one.is_dropped else one.name
     if found is None:
-        return [name, str(len(one.values)), format_number(one.mean, 5), "", "", "", "", one.verdict]
+        return [name, str(len(one.values)), centre_text(one), "", "", "", "", one.verdict]
     return [
         name,
         str(len(one.values)),
-        format_number(one.mean, 5),
+        centre_text(one),
         signed(found.mean),
         interval_text(results, found),
         f"{100 * one.relative:+.2f}%" if one.relative is not None else "",
@@ -185,8 +232,20 @@ def interval_text(results: Results, found: Comparison | None) -> str:
     return f"{signed(found.low)} to {signed(found.high)}" + (f" ({', '.join(other)})" if other else "")
 
 
+def centre_name(results: Results) -> str:
+    """What `centre_text` is."""
+    return "median" if results.study.figure == "steps_to_target" else "mean"
+
+
+def centre_text(outcome: Outcome) -> str:
+    """The figure of a variant, over its seeds."""
+    return "never" if outcome.centre == math.inf else format_number(outcome.centre, 5)
+
+
 def signed(value: float | None) -> str:
-    """A difference with its sign."""
+    """A difference with its sign; of a target that was not reached, by whom."""
+    if value is not None and not math.isfinite(value):
+        return "neither" if math.isnan(value) else "never" if value > 0 else "control never"
     return "" if value is None else ("+" if value > 0 else "") + format_number(value, 3)
 
 
@@ -258,7 +317,7 @@ def _pairs(results: Results) -> Markup:
         rows.append([one.name, *cells, format_number(scatter, 3) if scatter is not None else ""])
     if not seeds:
         return tag("p", "There is no pair of runs yet.", class_="note")
-    return _table(["variant", *[f"seed {seed}" for seed in seeds], "scatter"], rows)
+    return table_of(["variant", *[f"seed {seed}" for seed in seeds], "scatter"], rows)
 
 
 def _runs(results: Results) -> Markup:
@@ -276,7 +335,7 @@ def _runs(results: Results) -> Markup:
         "",
     ]
     kinds = ["failed" if row.error else "" for row in rows]
-    return _table(head, [_run_cells(row) for row in rows], kinds)
+    return table_of(head, [_run_cells(row) for row in rows], kinds)
 
 
 def _run_cells(row: Row) -> list[str | Markup]:
@@ -306,12 +365,13 @@ def _environment(results: Results) -> Markup:
         for name in names
     ]
     data = dict.fromkeys(row.data[:12] for row in results.rows if row.data)
-    return _table(["", ""], [*rows, ["data", ", ".join(data)]])
+    return table_of(["", ""], [*rows, ["data", ", ".join(data)]])
 
 
-def _table(
+def table_of(
     head: list[str], rows: list[list[str | Markup]] | list[list[str]], kinds: list[str] | None = None
 ) -> Markup:
+    """A table whose first column names its rows; `kinds` are classes of these."""
     top = tag("tr", *[tag("th", name, scope="col") for name in head])
     body = [
         tag(

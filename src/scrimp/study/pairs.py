@@ -14,17 +14,27 @@ from scrimp.study.rows import Key, Row
 def differences(
     study: Study, rows: Mapping[Key, Row], variant: str, step: int | None = None
 ) -> dict[int, float]:
-    """By seed, of all pairs that are there.
+    """By seed, of all pairs that are there. Of a target infinite where one of the two never reached it, NaN where both
+    did not.
 
     Args:
         step: at which; None: at `compared_step`.
     """
     found = {}
     for mine, control in _beside_control(study, rows, variant, step):
-        value, other = mine.figures.get(study.figure), control.figures.get(study.figure)
+        value, other = figure_of(study, mine), figure_of(study, control)
         if value is not None and other is not None and not _read_other_data(mine, control):
             found[mine.seed] = value - other
     return found
+
+
+def figure_of(study: Study, row: Row) -> float | None:
+    """What a run has of the study's figure; None: it failed. Of a target that it never reached infinity."""
+    if study.figure != "steps_to_target":
+        return row.figures.get(study.figure)
+    if study.target is None or row.held_out is None or row.error is not None:
+        return None
+    return row.held_out.first_at_most(study.target)
 
 
 def with_other_data(study: Study, rows: Mapping[Key, Row], variant: str) -> dict[int, str]:

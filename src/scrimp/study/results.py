@@ -6,8 +6,9 @@ that there were before, so that a report can be made again where the runs' folde
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,7 +19,7 @@ from scrimp.report.units import format_number, format_percent
 from scrimp.study.comparisons import MOST_PAIRS, Comparison, compare
 from scrimp.study.definition import FigureName, Study
 from scrimp.study.looks import Look, Looks, confidence_of, number_of
-from scrimp.study.pairs import compared_step, differences, last_steps, seeds_of, with_other_data
+from scrimp.study.pairs import compared_step, differences, figure_of, last_steps, seeds_of, with_other_data
 from scrimp.study.rounds import is_finished, reached_round
 from scrimp.study.rows import Curve, Key, Row
 
@@ -26,11 +27,13 @@ FIGURES: Final[dict[FigureName, str]] = {
     "held_out_loss": "held-out loss",
     "training_loss": "training loss of the last quarter",
     "tokens_per_second": "tokens per second",
+    "steps_to_target": "steps to the target",
 }
 UNITS: Final[dict[FigureName, str]] = {
     "held_out_loss": "nats a token",
     "training_loss": "nats a token",
     "tokens_per_second": "tokens a second",
+    "steps_to_target": "steps",
 }
 
 
@@ -43,7 +46,8 @@ class Outcome:
     """The step at which its figures were taken: of a variant that was dropped, the end of its last round."""
     values: dict[int, float]
     """Its figure by seed."""
-    mean: float | None
+    centre: float | None
+    """The mean of these; of steps to a target the median, infinite where most runs never reached it."""
     failures: dict[int, str]
     """By seed, why a run has no figure, or is no pair with the control's."""
     comparison: Comparison | None
@@ -113,9 +117,7 @@ def _outcome(
 ) -> Outcome:
     steps = compared_step(study, rows, name)
     mine = {seed: row for (variant, seed, at), row in rows.items() if variant == name and at == steps}
-    values = {
-        seed: value for seed, row in mine.items() if (value := row.figures.get(study.figure)) is not None
-    }
+    values = {seed: value for seed, row in mine.items() if (value := figure_of(study, row)) is not None}
     failures = {
         seed: row.error
         for (variant, seed, at), row in rows.items()
@@ -141,7 +143,7 @@ def _outcome(
         name=name,
         steps=steps,
         values=values,
-        mean=statistics.fmean(values.values()) if values else None,
+        centre=_centre(study, values.values()) if values else None,
         failures=failures,
         comparison=comparison,
         relative=relative,
@@ -158,13 +160,26 @@ def _control_mean(
     """The mean figure of the control's runs that are part of the pairs."""
     at = steps if study.halving is not None else last_steps(rows, study.control)
     seeds = comparison.differences if comparison else {}
-    found = [rows[study.control, seed, at].figures.get(study.figure) for seed in seeds]
+    found = [figure_of(study, rows[study.control, seed, at]) for seed in seeds]
     values = [value for value in found if value is not None]
     return statistics.fmean(values) if values else None
 
 
+def _centre(study: Study, values: Collection[float]) -> float:
+    return (statistics.median if study.figure == "steps_to_target" else statistics.fmean)(values)
+
+
 def verdict_text(study: Study, comparison: Comparison, relative: float | None = None) -> str:
     """A verdict in words."""
+    differences = comparison.differences.values()
+    if not all(map(math.isfinite, differences)):
+        never, of_control = (
+            sum(math.isnan(one) or one == sign * math.inf for one in differences) for sign in (1, -1)
+        )
+        return (
+            f"no interval: of {len(differences)} pairs the target was never reached in {never}, "
+            f"by the control in {of_control}"
+        )
     if comparison.mean is None:
         return "cannot tell: no pair of runs yet"
     if comparison.low is None or comparison.high is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -29,6 +30,8 @@ _VERSION: Final = ("scrimp_study_row", 1)
 _MOST_BYTES: Final = 2**30
 LARGEST: Final = 1e100
 """Beyond it no figure says anything, and squares overflow."""
+MOST_POINTS: Final = 200
+"""Most points of a curve in a row."""
 Key = tuple[str, int, int]
 """Variant, seed, and the step at which its figures were taken."""
 
@@ -39,6 +42,15 @@ class Curve:
 
     steps: list[float]
     values: list[float | None]
+
+    def first_at_most(self, target: float) -> float:
+        """The first step at which the quantity is no more than `target`; infinity: it never is."""
+        found = (
+            step
+            for step, value in zip(self.steps, self.values, strict=True)
+            if value is not None and value <= target
+        )
+        return next(found, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)

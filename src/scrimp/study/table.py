@@ -7,8 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scrimp.report.html import visible
-from scrimp.report.units import format_number
-from scrimp.study.page import interval_text, signed
+from scrimp.study.page import centre_name, centre_text, interval_text, signed
 from scrimp.study.results import FIGURES, UNITS, Outcome, Results
 
 
@@ -17,9 +16,10 @@ def verdict_table(results: Results) -> Table:
     study = results.study
     title = f"{study.name}: {FIGURES[study.figure]} against {study.control}, {UNITS[study.figure]}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("variant", "runs", "mean", "difference", "interval", "verdict"):
+    centre = centre_name(results)
+    for name in ("variant", "runs", centre, "difference", "interval", "verdict"):
         table.add_column(
-            name, justify="right" if name in ("runs", "mean", "difference") else "left", overflow="fold"
+            name, justify="right" if name in ("runs", centre, "difference") else "left", overflow="fold"
         )
     for one in results.outcomes:
         table.add_row(*[Text(visible(cell)) for cell in _cells(results, one)])
@@ -33,7 +33,7 @@ def _cells(results: Results, one: Outcome) -> list[str]:
     return [
         one.name,
         str(len(one.values)),
-        format_number(one.mean, 5),
+        centre_text(one),
         signed(found.mean) if found else "",
         interval_text(results, found),
         one.verdict + failed + dropped,

@@ -29,6 +29,9 @@ from scrimp.errors import ConfigError
 _LONGEST: Final = 80
 _NAME: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._=+,-]{{0,{_LONGEST - 1}}}")
 MOST_RUNS: Final = 10_000
+TRUNK: Final = "trunk"
+SEEDS_OF_TRUNKS: Final = 2**32
+"""Added to a seed for its trunk, so that the runs that go on read the corpus in another order."""
 _THE_STUDYS: Final = ("run.dir", "run.seed")
 CombinedHow = Literal["ensemble", "merge"]
 """Mean of the logits of several models, or one model of the mean of their weights."""
@@ -346,3 +349,38 @@ def shown(value: object) -> str:
     """A value of the file, as a message shows it."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def submissions_of(
+    table: Mapping[str, Any], variants: Sequence[Variant], where: str
+) -> dict[str, tuple[str, ...]]:
+    """What is ranked, by name, with the variants that are its trials: each variant by itself unless the file says.
+
+    Raises:
+        ConfigError: trials are no variants, not every variant is one trial, or numbers of trials differ.
+    """
+    names = [one.name for one in variants]
+    given = table_of(table, "submissions", where)
+    if not given:
+        return {name: (name,) for name in names}
+    for name, trials in given.items():
+        if not isinstance(trials, list) or not trials or not all(one in names for one in trials):
+            raise ConfigError(
+                f"submissions.{name} in {where} is no list of variants",
+                got=shown(trials),
+                expected=f"some of {', '.join(names)}",
+            )
+    trials = [one for listed in given.values() for one in listed]
+    if sorted(trials) != sorted(names):
+        raise ConfigError(
+            f"submissions in {where} do not have every variant once",
+            got=", ".join(sorted(trials)),
+            expected=", ".join(sorted(names)),
+        )
+    if len({len(listed) for listed in given.values()}) > 1:
+        raise ConfigError(
+            f"submissions in {where} have other numbers of trials",
+            got=", ".join(f"{name} {len(listed)}" for name, listed in given.items()),
+            expected="as many for each: whoever tries more often finds more",
+        )
+    return {name: tuple(listed) for name, listed in given.items()}

@@ -31,6 +31,7 @@ from scrimp.config import (
 )
 from scrimp.config.mixture import mix_text
 from scrimp.data import Corpus, Mixture, load_tokenizer
+from scrimp.data.sources import BUILT_IN
 from scrimp.data.tokenizer import CHAT_TEMPLATE, SMALLEST_BPE
 from scrimp.errors import CheckpointError, DataError, PlanError, typed
 from scrimp.runtime.memory import HostRoom
@@ -60,8 +61,8 @@ from scrimp.training.setup import Decisions, decide
 from scrimp.training.trained_weights import checkpoint_of, refuse_other_states, refuse_unusable_weights
 from scrimp.world import ALONE, World
 
-KEYWORDS = frozenset({"auto", "stdlib", "bytes", "bpe"})
-"""Sources and tokenizers that are names, never paths: ./stdlib is the folder."""
+KEYWORDS = BUILT_IN | {"auto", "bytes", "bpe"}
+"""Sources and tokenizers that are names, never paths."""
 
 
 @dataclass(frozen=True)

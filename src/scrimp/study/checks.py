@@ -1,0 +1,238 @@
+"""What only the parts of a study together can break: refused before anything runs.
+
+Checked  tests/study/test_definition.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from scrimp.config import Config, check_values, nearest_word, ranks_of, replace_values
+from scrimp.errors import ConfigError, ScrimpError
+from scrimp.study.comparisons import pairs_for_bootstrap
+from scrimp.study.rows import MOST_POINTS
+from scrimp.study.variants import MOST_RUNS, SEEDS_OF_TRUNKS, TRUNK, Variant
+
+if TYPE_CHECKING:
+    from scrimp.study.definition import Halving, Study
+
+_RECORDS: Final = {"distill": Config().objective.name}
+"""Objectives whose recorded loss is another one's."""
+_ONLY_COMMON: Final = ("data",)
+_ONLY_COMMON_OF_LOSSES: Final = ("data", "evaluation", "train.sequence", "objective.name")
+_ONLY_COMMON_OF_TRUNKS: Final = ("model",)
+_ONLY_COMMON_OF_TARGETS: Final = ("model", "train.steps", "train.batch_tokens")
+
+
+def check_control(control: str, variants: Sequence[Variant], where: str) -> None:
+    names = [one.name for one in variants]
+    if control not in names:
+        near = nearest_word(control, names)
+        raise ConfigError(
+            f"control in {where} is none of the variants",
+            got=repr(control),
+            expected=f"one of {', '.join(names)}",
+            do=f"did you mean {near}?" if near else None,
+        )
+
+
+def check_whole(study: Study, where: str) -> None:
+    """What only the parts together can break."""
+    if study.power <= 1 - study.confidence:
+        raise ConfigError(
+            f"power in {where} is no more than chance",
+            got=f"power {study.power:g} beside confidence {study.confidence:g}",
+            expected=f"above {1 - study.confidence:g}: variants that do nothing are found so often",
+        )
+    if len(study.variants) * len(study.seeds) > MOST_RUNS:
+        raise ConfigError(
+            f"{where} asks for too many runs",
+            got=f"{len(study.variants):,} variants x {len(study.seeds):,} seeds",
+            expected=f"at most {MOST_RUNS:,}",
+        )
+    least = pairs_for_bootstrap(1 - study.confidence_of_each)
+    if study.interval == "bootstrap" and len(study.seeds) < least:
+        raise ConfigError(
+            f"interval in {where} cannot be bootstrap with so few seeds",
+            got=f"{len(study.seeds)} seeds",
+            expected=f"{least} or more: means of fewer differences never leave their range",
+            do=f'give seeds = {least}, or interval = "t"',
+        )
+    _check_target(study, where)
+    _check_needs(study, where)
+    _check_shared(study, where)
+    if study.trunk is not None:
+        _check_trunk(study, study.trunk, where)
+    for variant in study.variants:
+        _check_run(study, variant, where)
+
+
+def _check_trunk(study: Study, trunk: Variant, where: str) -> None:
+    """Refuse runs that cannot go on from their trunk."""
+    if any(one.name == TRUNK for one in study.variants):
+        raise ConfigError(
+            f"a variant in {where} is called {TRUNK}, as the run that all go on from",
+            do="give it another name",
+        )
+    if max(study.seeds) >= SEEDS_OF_TRUNKS:
+        raise ConfigError(
+            f"seeds in {where} are too large beside a trunk",
+            got=f"{max(study.seeds):,}",
+            expected=f"below {SEEDS_OF_TRUNKS:,}: a trunk's own seed is as much more",
+        )
+    for variant in study.variants:
+        if "data.vocab_size" in variant.settings:
+            raise ConfigError(
+                f"{variant.name} in {where} has another vocabulary than its trunk",
+                got=f"data.vocab_size {variant.settings['data.vocab_size']}",
+                expected="the trunk's, whose tokenizer it reads",
+                do="move data.vocab_size to [settings]",
+            )
+        if "model.weights" in variant.settings:
+            raise ConfigError(
+                f"{variant.name} in {where} begins with other weights than the trunk's",
+                got=f"model.weights {variant.settings['model.weights']}",
+                expected="the trunk's, which the study gives it",
+                do="move model.weights to [trunk], or remove [trunk]",
+            )
+    models = [key for key in trunk.settings if key.startswith("model.") and key != "model.weights"]
+    own = [key for key in models if trunk.settings[key] != study.variants[0].settings.get(key)]
+    if own:
+        raise ConfigError(
+            f"the trunk in {where} is another model than the runs that go on from it",
+            got=", ".join(own),
+            expected="one model",
+            do="move it to [settings]",
+        )
+    _check_settings(trunk, where)
+
+
+def _check_shared(study: Study, where: str) -> None:
+    """Refuse variants that are measured on something else than the control."""
+    is_timed = study.figure == "tokens_per_second"
+    shared: tuple[str, ...] = _ONLY_COMMON if is_timed else _ONLY_COMMON_OF_LOSSES
+    if study.trunk is not None:
+        shared += _ONLY_COMMON_OF_TRUNKS
+    if study.figure == "steps_to_target":
+        shared += _ONLY_COMMON_OF_TARGETS
+    control = next(one for one in study.variants if one.name == study.control)
+    for variant in study.variants:
+        keys = {*variant.settings, *control.settings}
+        for key in sorted(keys):
+            if not any(key == one or key.startswith(f"{one}.") for one in shared):
+                continue
+            mine, of_control = (_as_read(key, one.settings.get(key)) for one in (variant, control))
+            if mine != of_control:
+                raise ConfigError(
+                    f"{key} in {where} differs between variants",
+                    got=f"{mine!r} of {variant.name}, {of_control!r} of {study.control}",
+                    expected="one value: all runs of a study share their data"
+                    + ("" if is_timed else " and evaluation")
+                    + ("" if study.trunk is None else ", and their model, which is the trunk's")
+                    + ("" if study.target is None else ", and model, steps and batch on the way to a target"),
+                    do="move it to [settings], or make it another study",
+                )
+
+
+def _as_read(key: str, value: object) -> object:
+    """A setting as far as figures depend on it: objectives that record the same loss are the same."""
+    return _RECORDS.get(str(value), value or Config().objective.name) if key == "objective.name" else value
+
+
+def _check_needs(study: Study, where: str) -> None:
+    """Refuse what does not go with variants that need others' runs."""
+    needing = next((one for one in study.variants if one.needs), None)
+    if needing is None:
+        return
+    if study.halving is not None or study.figure != "held_out_loss":
+        raise ConfigError(
+            f"{needing.name} in {where} needs runs of other variants",
+            got="[halving]" if study.halving is not None else f"figure {study.figure}",
+            expected="held_out_loss, of whole runs",
+            do="leave that out",
+        )
+    if study.named(study.control).combined is not None:
+        raise ConfigError(f"the control in {where} is no run", got=study.control, do="name a run as control")
+
+
+def _check_settings(variant: Variant, where: str) -> None:
+    config = replace_values(Config(), variant.settings)
+    try:
+        check_values(config)
+    except ScrimpError as error:
+        raise type(error)(
+            f"{variant.name} in {where}: {error.what}", got=error.got, expected=error.expected, do=error.do
+        ) from None
+    if ranks_of(config.layout) > 1:
+        raise ConfigError(
+            f"{variant.name} in {where} asks for {ranks_of(config.layout)} ranks",
+            expected="runs of one process each",
+            do="leave the degrees of layout out",
+        )
+
+
+def _check_run(study: Study, variant: Variant, where: str) -> None:
+    _check_settings(variant, where)
+    if study.halving is not None:
+        _check_halving(study, study.halving, variant, where)
+
+
+def _check_halving(study: Study, halving: Halving, variant: Variant, where: str) -> None:
+    steps, whole = variant.settings.get("train.steps"), halving.factor**halving.rounds
+    if study.recorded_figure != study.figure or study.is_timed:
+        raise ConfigError(f"halving in {where} does not go with {study.figure}", expected="a loss as figure")
+    common = {one.settings.get("train.steps") for one in study.variants}
+    if not isinstance(steps, int) or steps % whole or len(common) > 1:
+        raise ConfigError(
+            f"halving in {where} does not divide train.steps of {variant.name}",
+            got="no train.steps" if steps is None else f"{steps:,} steps",
+            expected=f"a multiple of factor^rounds, {whole:,}, the same for all variants",
+            do=f"give train.steps = {max(whole, round((steps or whole) / whole) * whole)} under [settings]",
+        )
+    every, first = variant.settings.get("evaluation.every"), halving.steps(steps)[0]
+    if every is not None and (every == 0 or first % every):
+        raise ConfigError(
+            f"evaluation.every of {variant.name} in {where} does not meet the rounds of halving",
+            got=f"every {every:,} steps",
+            expected=f"a divisor of {first:,}, the first round's steps",
+            do="leave it out",
+        )
+
+
+def _check_target(study: Study, where: str) -> None:
+    """Refuse a target without its figure, and runs whose evaluations could not tell when it was reached."""
+    if study.figure != "steps_to_target":
+        if study.target is not None or study.held_out_of:
+            raise ConfigError(
+                f"{'held_out_of' if study.target is None else 'target'} in {where} has no effect",
+                got=f'figure = "{study.figure}"',
+                expected='figure = "steps_to_target"',
+            )
+        return
+    if study.target is None:
+        raise ConfigError(
+            f"{where} names no target", expected="target = 5.2, a held-out loss that the control reaches"
+        )
+    for variant in study.variants:
+        _check_evaluations(variant, where)
+
+
+def _check_evaluations(variant: Variant, where: str) -> None:
+    """Steps to a target are a multiple of `evaluation.every`, up to `train.steps`."""
+    needed = ("train.steps", "train.batch_tokens", "evaluation.every")
+    missing = [key for key in needed if not variant.settings.get(key)]
+    if missing:
+        raise ConfigError(
+            f"{variant.name} in {where} says too little for steps to a target",
+            got=f"no {', '.join(missing)}",
+            expected=", ".join(needed),
+            do="give it under [settings]",
+        )
+    steps, every = variant.settings["train.steps"], variant.settings["evaluation.every"]
+    if steps % every or steps // every > MOST_POINTS:
+        raise ConfigError(
+            f"evaluation.every of {variant.name} in {where} does not divide its steps",
+            got=f"every {every:,} of {steps:,} steps",
+            expected=f"a divisor of {steps:,}, and at most {MOST_POINTS} evaluations",
+        )

@@ -1,0 +1,137 @@
+"""Time to result for the terminal and as a page that needs no network, in the style of a study's.
+
+Checked  tests/study/test_workloads.py
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from scrimp.files import write_whole
+from scrimp.report.html import Markup, join, tag, visible
+from scrimp.report.units import MISSING, format_count, format_number, format_percent
+from scrimp.study.page import page_of, table_of
+from scrimp.study.profile_picture import profile_svg
+from scrimp.study.time_to_result import MOST, profile
+from scrimp.study.workloads import Entry, Standing, Workload
+
+_TAUS: Final = (1.0, 1.25, 1.5, 2.0, 3.0, MOST)
+_ABOUT: Final = (
+    "A workload: steps to a target, which all submissions take on the same data in batches of the same size. Ratio: "
+    f"median steps over those of the fastest submission; none where the target was never reached, not before {MOST:g} "
+    "times the fastest one's steps, or not on a held-out variant of the workload. Score: area below the performance "
+    f"profile from 1 to {MOST:g}, as a share of all of it; 1 is the fastest everywhere."
+)
+
+
+def score_table(found: Standing) -> Table:
+    """A row for each submission, the best first."""
+    title = f"time to result, {_ruleset(found)}: score, and steps as multiples of the fastest"
+    return _terminal_table(title, ["submission", "score", *found.ratios], _scores(found))
+
+
+def steps_table(found: Standing) -> Table:
+    """Median steps and tokens of each submission on each workload, held-out variants too."""
+    title = "median steps to the target (tokens); on how many seeds, where not on all"
+    return _terminal_table(title, ["submission", *[one.name for one in found.workloads]], _steps(found))
+
+
+def _terminal_table(title: str, head: list[str], rows: list[list[str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(head):
+        table.add_column(visible(name), justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*[Text(visible(cell)) for cell in row])
+    return table
+
+
+def write_score_page(found: Standing, path: Path) -> Path:
+    """Write the page; its path.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    write_whole(path, build_score_page(found), shared=True)
+    return path
+
+
+def build_score_page(found: Standing) -> str:
+    """The page as text."""
+    header = join([tag("p", _ABOUT, class_="about"), tag("p", _ruleset(found), class_="status")])
+    names = [one.name for one in found.workloads]
+    sections: list[tuple[str, str, Markup]] = [
+        ("scores", "Scores", table_of(["submission", "score", *found.ratios], _scores(found))),
+        ("profiles", "Performance profiles", join([profile_svg(found), _profiles(found)])),
+        ("steps", "Steps to the target", table_of(["submission", *names], _steps(found))),
+        ("workloads", "Workloads", _workloads(found)),
+    ]
+    return page_of("Time to result", header, sections, command="scrimp score", origin="the studies")
+
+
+def _ruleset(found: Standing) -> str:
+    trials = found.workloads[0].trials
+    return "self-tuning" if trials == 1 else f"external tuning, {trials} trials for each seed"
+
+
+def _scores(found: Standing) -> list[list[str]]:
+    return [
+        [
+            name,
+            f"{value:.3f}",
+            *[MISSING if one == math.inf else f"{one:.2f}" for one in found.ratios_of(name)],
+        ]
+        for name, value in found.scores.items()
+    ]
+
+
+def _steps(found: Standing) -> list[list[str]]:
+    return [[name, *[steps_text(one, one.entries[name]) for one in found.workloads]] for name in found.scores]
+
+
+def steps_text(workload: Workload, entry: Entry) -> str:
+    """Median steps, tokens, and what a reader has to know beside them."""
+    text = f"never in {workload.most_steps:,}"
+    if entry.steps < math.inf:
+        text = f"{entry.steps:,.0f} ({format_count(entry.steps * workload.batch_tokens)})"
+    if entry.reached < workload.seeds:
+        text += f", {entry.reached} of {workload.seeds}"
+    return text + (f", {entry.failed} failed" if entry.failed else "")
+
+
+def _profiles(found: Standing) -> Markup:
+    rows = [
+        [name, *[format_percent(profile(found.ratios_of(name), tau), 0) for tau in _TAUS]]
+        for name in found.scores
+    ]
+    return table_of(["within times the fastest", *[f"{tau:g}" for tau in _TAUS]], rows)
+
+
+def _workloads(found: Standing) -> Markup:
+    head = [
+        "workload",
+        "held-out variant of",
+        "target, held-out loss",
+        "most steps",
+        "tokens a step",
+        "seeds",
+        "",
+    ]
+    rows = [
+        [
+            one.name,
+            one.study.held_out_of,
+            format_number(one.target, 5),
+            f"{one.most_steps:,}",
+            f"{one.batch_tokens:,}",
+            f"{one.seeds}",
+            one.study.about,
+        ]
+        for one in found.workloads
+    ]
+    return table_of(head, rows)

@@ -1,0 +1,183 @@
+"""Finished studies as workloads: who reached which target when, and what that scores (`time_to_result`).
+
+Problem  A score is read as if all submissions had run the same races. A run that is missing, or read other data, must
+         not pass for one that never reached the target, nor the other way round.
+Method   A study with `figure = "steps_to_target"` is a workload; its submissions are its variants, or what its table
+         `[submissions]` makes of them. A run that failed counts by the evaluations that it had: mostly it never
+         reached the target. All else that would make the comparison uneven is refused by name: runs that are missing,
+         other submissions or numbers of trials, other data, a held-out variant without its workload.
+Limits   Times are steps. On a workload all submissions have the same batch, so that tokens and steps have the same
+         ratios. Seconds are no figure here: formats that a device emulates take none that say anything.
+Checked  tests/study/test_workloads.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scrimp.errors import ConfigError
+from scrimp.study.conduct import rows_of, study_of
+from scrimp.study.definition import Study
+from scrimp.study.pairs import seeds_of, with_other_data
+from scrimp.study.rounds import steps_of
+from scrimp.study.rows import Key, Row
+from scrimp.study.time_to_result import ratios, score, time_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A submission on a workload."""
+
+    steps: float
+    """Median over seeds to the target; infinite: never reached on most of them."""
+    reached: int
+    """Seeds on which it was."""
+    failed: int
+    """Runs that ended with an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A finished study as a race to its target."""
+
+    study: Study
+    seeds: int
+    entries: dict[str, Entry]
+    """By submission."""
+
+    @property
+    def name(self) -> str:
+        """The study's."""
+        return self.study.name
+
+    @property
+    def target(self) -> float:
+        """Held-out loss."""
+        assert self.study.target is not None
+        return self.study.target
+
+    @property
+    def most_steps(self) -> int:
+        """After which a run ends, reached or not."""
+        return steps_of(self.study.variants[0])
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a step."""
+        return int(self.study.variants[0].settings["train.batch_tokens"])
+
+    @property
+    def trials(self) -> int:
+        """Runs of a submission for each seed."""
+        return len(next(iter(self.study.submissions.values())))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """All that a report shows."""
+
+    workloads: tuple[Workload, ...]
+    ratios: dict[str, dict[str, float]]
+    """By workload, held-out variants left out, then by submission."""
+    scores: dict[str, float]
+    """By submission, the best first."""
+
+    def ratios_of(self, submission: str) -> list[float]:
+        """On all workloads."""
+        return [row[submission] for row in self.ratios.values()]
+
+
+def standing(folders: Sequence[Path]) -> Standing:
+    """What the studies in these folders say together.
+
+    Raises:
+        ConfigError: one is no workload, is not finished, or does not go with the others.
+    """
+    workloads = tuple(_workload(folder) for folder in folders)
+    _check_together(workloads)
+    found = ratios(
+        {one.name: {name: entry.steps for name, entry in one.entries.items()} for one in workloads},
+        {one.name: one.study.held_out_of for one in workloads if one.study.held_out_of},
+    )
+    scores = {name: score([row[name] for row in found.values()]) for name in workloads[0].entries}
+    ranked = dict(sorted(scores.items(), key=lambda pair: -pair[1]))
+    return Standing(workloads=workloads, ratios=found, scores=ranked)
+
+
+def _workload(folder: Path) -> Workload:
+    study = study_of(folder)
+    if study.target is None:
+        raise ConfigError(
+            f"{folder} is no workload",
+            got=f'a study with figure = "{study.figure}"',
+            expected='figure = "steps_to_target", and a target',
+        )
+    rows = rows_of(study, folder)
+    _check_rows(study, rows, folder)
+    seeds = seeds_of(study, rows)
+    entries = {name: _entry(study, rows, trials, seeds) for name, trials in study.submissions.items()}
+    return Workload(study=study, seeds=len(seeds), entries=entries)
+
+
+def _entry(study: Study, rows: Mapping[Key, Row], trials: Sequence[str], seeds: Sequence[int]) -> Entry:
+    steps = {one.name: steps_of(one) for one in study.variants}
+    runs = [[rows[name, seed, steps[name]] for name in trials] for seed in seeds]
+    times = [[_steps_to_target(study, row) for row in of_seed] for of_seed in runs]
+    return Entry(
+        steps=time_of(times),
+        reached=sum(min(of_seed) < math.inf for of_seed in times),
+        failed=sum(row.error is not None for of_seed in runs for row in of_seed),
+    )
+
+
+def _steps_to_target(study: Study, row: Row) -> float:
+    assert study.target is not None
+    return math.inf if row.held_out is None else row.held_out.first_at_most(study.target)
+
+
+def _check_rows(study: Study, rows: Mapping[Key, Row], folder: Path) -> None:
+    missing = [
+        f"{one.name} seed {seed}"
+        for seed in seeds_of(study, rows)
+        for one in study.variants
+        if (one.name, seed, steps_of(one)) not in rows
+    ]
+    if missing:
+        raise ConfigError(
+            f"{folder} is not finished",
+            got=f"{len(missing)} runs missing: {', '.join(missing[:4])}" + " ..." * (len(missing) > 4),
+            do="carry the study out to its end",
+        )
+    for one in study.others:
+        for seed, words in with_other_data(study, rows, one.name).items():
+            raise ConfigError(f"{one.name}, seed {seed}, in {folder} cannot be scored", got=words)
+
+
+def _check_together(workloads: Sequence[Workload]) -> None:
+    first, names = workloads[0], [one.name for one in workloads]
+    for one in workloads[1:]:
+        if (one.entries.keys(), one.trials) != (first.entries.keys(), first.trials):
+            raise ConfigError(
+                f"{one.name} has other submissions than {first.name}",
+                got=_submissions(one),
+                expected=_submissions(first),
+            )
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two workloads are called {twice}", do="give their folders other names")
+    base = [one.name for one in workloads if not one.study.held_out_of]
+    for one in workloads:
+        if one.study.held_out_of and one.study.held_out_of not in base:
+            raise ConfigError(
+                f"{one.name} is a held-out variant of a workload that is not there",
+                got=one.study.held_out_of,
+                expected=f"one of {', '.join(base) or 'none'}",
+                do="name its folder too; it has to be called so",
+            )
+
+
+def _submissions(one: Workload) -> str:
+    return f"{', '.join(one.entries)}, {one.trials} {'trial' if one.trials == 1 else 'trials'} each"
