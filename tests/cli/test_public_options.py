@@ -14,7 +14,8 @@ from scrimp.config import Config, leaves
 CONFIG = """
 --device --precision --backend
 --run.dir --run.seed --run.rounding-seed
---data.source --data.mix --data.text-column --data.chat-template --data.tokenizer --data.vocab-size --data.held-out
+--data.source --data.mix --data.tokens --data.text-column --data.chat-template --data.tokenizer
+--data.vocab-size --data.held-out
 --data.mask-documents --data.no-mask-documents --data.cache
 --model.preset --model.weights --model.kind --model.vocab-size --model.context --model.num-layers --model.width
 --model.num-heads --model.num-kv-heads --model.ffn-width --model.capacity-factor

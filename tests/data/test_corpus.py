@@ -181,3 +181,20 @@ def test_two_processes_preparing_the_same_take_turns(tmp_path: Path, text_file: 
     assert verify(corpus.folder, progress=False).ok
     again = prepare(spec, tmp_path / "alone", progress=False)
     assert open_corpus(ready(again), cache=None).digest == corpus.digest
+
+
+def test_the_first_tokens_of_a_stream_are_a_stream(tmp_path: Path, text_file: Path) -> None:
+    spec = CorpusSpec(source=str(text_file), tokenizer="bytes")
+    whole = open_corpus(spec, cache=tmp_path, progress=False).train
+    few = whole.first(100)
+    assert few.num_tokens == 100
+    np.testing.assert_array_equal(few.read(0, 100), whole.read(0, 100))
+    assert few.num_documents == len(whole.document_starts(0, 100))
+    assert 0 < few.text_bytes < whole.text_bytes
+    with pytest.raises(IndexError):
+        few.read(0, 101)
+    assert whole.first(10**9).num_tokens == whole.num_tokens
+    with Loader(few, sequence=33, sequences_per_step=3, micro_batch=3, seed=0) as loader:
+        assert loader.num_samples == 3
+        seen = {tuple(row) for _ in range(4) for row in next(loader)[0].tokens_BT.tolist()}
+    assert len(seen) == 3

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_run import flags, write_corpus
 
+from scrimp.cli import main
 from scrimp.config import (
     BudgetConfig,
     Config,
@@ -134,3 +136,24 @@ def test_a_dry_run_refuses_what_a_run_would(config: Config, tmp_path: Path) -> N
         decide(with_data(ready, tokenizer="bytes"))
     with pytest.raises(ConfigError, match="no effect on a ready tokenizer"):
         decide(with_data(ready, vocab_size=500))
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--data.tokens=64"], None),
+        (["--data.tokens=63"], "shorter than one sequence"),
+        (["--data.tokens=0"], "out of range"),
+        (["--data.tokens=100", "--data.mix={corpus}=1,stdlib=1"], "data.tokens is of one source"),
+        (["--data.tokens=100", "--objective.name=sft"], "data.tokens is of text"),
+    ],
+)
+def test_a_run_on_the_first_tokens_reads_no_others(
+    tmp_path: Path, more: list[str], says: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = write_corpus(tmp_path)
+    words = flags(corpus, tmp_path / "run", "--train.steps=2", *(one.format(corpus=corpus) for one in more))
+    if "mix" in more[-1]:
+        words = [word for word in words if not word.startswith("--data.source")]
+    assert main(words) == (0 if says is None else 2)
+    assert says is None or says in capsys.readouterr().err

@@ -87,7 +87,8 @@ def decide_checkpoint_every(config: Config) -> Decision:
 
 
 def check(config: Config) -> None:
-    """Refuse a warmup longer than the run, and checkpoints to keep that are never written.
+    """Refuse a warmup longer than the run, a decay of all of the weights in a step, and checkpoints to keep that are
+    never written.
 
     Raises:
         ConfigError: naming the setting.
@@ -99,6 +100,14 @@ def check(config: Config) -> None:
             got=f"{warmup:,} of train.steps {steps:,}",
             expected=f"at most {steps:,}",
             do="lower schedule.warmup_steps, or leave it out",
+        )
+    lr, decay = config.optimizer.lr or 0.0, config.optimizer.weight_decay
+    if lr * decay >= 1:
+        raise ConfigError(
+            "a step decays all of the weights",
+            got=f"optimizer.lr {lr:g} x optimizer.weight_decay {decay:g}",
+            expected="a product below 1: weights shrink by it in each step",
+            do="lower one of the two",
         )
     every, keep_every = config.checkpoint.every or 0, config.checkpoint.keep_every
     if keep_every and (every == 0 or keep_every % every):

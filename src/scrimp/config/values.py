@@ -65,6 +65,7 @@ _COUNT_OR_OFF = Range(0, _MANY)
 RANGES: dict[str, Range] = {
     "run.seed": Range(0, 2**63 - 1),
     "run.rounding_seed": Range(0, 2**63 - 1),
+    "data.tokens": Range(1, 2**40),
     "data.held_out": Range(0, 1, below=True),
     "data.vocab_size": Range(257, 2**24),  # the 256 bytes and the end of a document
     "model.vocab_size": _COUNT,
@@ -173,6 +174,12 @@ def _check_mix(data: DataConfig) -> None:
     """Refuse a mixture beside settings that it replaces, or has no use for."""
     if not data.mixed:
         return
+    if data.tokens is not None:
+        raise ConfigError(
+            "data.tokens is of one source",
+            got=f"{data.tokens:,} beside data.mix {data.mix}",
+            do="leave data.tokens out, or give files that are as small",
+        )
     if data.source != DataConfig().source:
         raise ConfigError(
             "data.mix and data.source contradict each other",

@@ -11,6 +11,7 @@ version that wrote no digest is checked whole once, and gets one.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 from bisect import bisect_right
@@ -74,6 +75,14 @@ class TokenStream:
         self.num_documents: int = sum(entry.num_documents for entry in entries)
         self.text_bytes: int = sum(entry.text_bytes for entry in entries)
         """UTF-8 bytes of the documents, for bits per byte."""
+
+    def first(self, num_tokens: int) -> TokenStream:
+        """The first so many tokens as a stream of their own; all, where there are no more."""
+        found = copy.copy(self)
+        found.num_tokens = min(num_tokens, self.num_tokens)
+        found.num_documents = len(self.document_starts(0, found.num_tokens))
+        found.text_bytes = round(self.text_bytes_between(0, found.num_tokens))
+        return found
 
     def _shard(self, number: int) -> Shard:
         shard = self._shards.get(number)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _RECORDS: Final = {"distill": Config().objective.name}
 """Objectives whose recorded loss is another one's."""
+_MAY_DIFFER: Final = ("data.tokens",)
+"""How much of a common corpus a variant reads: what is held out stays the same."""
 _ONLY_COMMON: Final = ("data",)
 _ONLY_COMMON_OF_LOSSES: Final = ("data", "evaluation", "train.sequence", "objective.name")
 _ONLY_COMMON_OF_TRUNKS: Final = ("model",)
@@ -120,7 +122,7 @@ def _check_shared(study: Study, where: str) -> None:
     for variant in study.variants:
         keys = {*variant.settings, *control.settings}
         for key in sorted(keys):
-            if not any(key == one or key.startswith(f"{one}.") for one in shared):
+            if key in _MAY_DIFFER or not any(key == one or key.startswith(f"{one}.") for one in shared):
                 continue
             mine, of_control = (_as_read(key, one.settings.get(key)) for one in (variant, control))
             if mine != of_control:

@@ -177,7 +177,8 @@ class Study(_Head):
         """Whether runs of one seed have the same batches; by model: only where their models ask for as large ones."""
         runs = [one for one in self.variants if one.combined is None]
         sizes = {tuple(one.settings.get(key) for key in _SIZES_OF_BATCHES) for one in runs}
-        if len(sizes) > 1 or len({one.draw for one in runs}) > 1:
+        reads = {(one.draw, one.settings.get("data.tokens")) for one in runs}
+        if len(sizes) > 1 or len(reads) > 1:
             return "other"
         models = {
             json.dumps(

@@ -44,6 +44,12 @@ def refuse_unread_settings(config: Config) -> None:
                 got=f"{config.data.chat_template} beside objective.name {config.objective.name}",
                 do="set --objective.name sft, or leave it out",
             )
+    elif config.data.tokens is not None:
+        raise ConfigError(
+            "data.tokens is of text",
+            got=f"{config.data.tokens:,} beside objective.name {config.objective.name}",
+            do="leave it out, or give a file with fewer conversations",
+        )
     elif not config.data.mask_documents:
         raise ConfigError(
             "data.mask_documents cannot be switched off for conversations",
@@ -176,6 +182,8 @@ def open_run_corpus(
             corpus = open_mixture(specs, shares, cache=data.cache, progress=progress)
         else:
             corpus = open_corpus(specs[0], cache=data.cache, progress=progress, digest=digest)
+            if data.tokens is not None:
+                corpus.train = corpus.train.first(data.tokens + 1)  # the last one has a target
     world.agree("the data", corpus.digest, do="give all ranks the same source and the same cache")
     return corpus
 
