@@ -122,7 +122,7 @@ def test_a_trunk_may_read_another_text_that_it_names(tmp_path: Path, monkeypatch
         "c",
     }
     (tmp_path / estimate.PROBES).unlink()
-    same = study_of(tail="[trunk]\nprecision = \"bf16\"\n")
+    same = study_of(tail='[trunk]\nprecision = "bf16"\n')
     with pytest.raises(DataError, match="trunk and a would read different data"):
         probe_all(same, tmp_path, 1, lambda text: None, trusts=False)
 
