@@ -24,9 +24,9 @@ from scrimp.study.workloads import Entry, Standing, Workload
 _TAUS: Final = (1.0, 1.25, 1.5, 2.0, 3.0, MOST)
 _ABOUT: Final = (
     "A workload: steps to a target, which all submissions take on the same data in batches of the same size. Ratio: "
-    f"median steps over those of the fastest submission; none of more than {MOST:g}, where the target was never reached, "
-    "or where it was not on a held-out variant of the workload. Score: area below the performance "
-    f"profile from 1 to {MOST:g}, as a share of all of it; 1 is the fastest everywhere."
+    f"median steps over those of the fastest submission; none of more than {MOST:g}, where the target was never "
+    "reached, or where it was not on a held-out variant of the workload. Score: area below the performance profile "
+    f"from 1 to {MOST:g}, as a share of all of it; 1 is the fastest everywhere."
 )
 
 
