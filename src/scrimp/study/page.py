@@ -205,11 +205,11 @@ def _cells(results: Results, one: Outcome) -> list[str | Markup]:
     found = one.comparison
     name = f"{one.name} (dropped after step {one.steps:,})" if one.is_dropped else one.name
     if found is None:
-        return [name, str(len(one.values)), centre_text(one), "", "", "", "", one.verdict]
+        return [name, str(len(one.values)), centre_text(results, one), "", "", "", "", one.verdict]
     return [
         name,
         str(len(one.values)),
-        centre_text(one),
+        centre_text(results, one),
         signed(found.mean),
         interval_text(results, found),
         f"{100 * one.relative:+.2f}%" if one.relative is not None else "",
@@ -237,9 +237,11 @@ def centre_name(results: Results) -> str:
     return "median" if results.study.figure == "steps_to_target" else "mean"
 
 
-def centre_text(outcome: Outcome) -> str:
+def centre_text(results: Results, outcome: Outcome) -> str:
     """The figure of a variant, over its seeds."""
-    return "never" if outcome.centre == math.inf else format_number(outcome.centre, 5)
+    if outcome.centre is None or results.study.figure != "steps_to_target":
+        return format_number(outcome.centre, 5)
+    return "never" if outcome.centre == math.inf else f"{outcome.centre:,g}"
 
 
 def signed(value: float | None) -> str:

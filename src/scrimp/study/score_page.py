@@ -24,21 +24,21 @@ from scrimp.study.workloads import Entry, Standing, Workload
 _TAUS: Final = (1.0, 1.25, 1.5, 2.0, 3.0, MOST)
 _ABOUT: Final = (
     "A workload: steps to a target, which all submissions take on the same data in batches of the same size. Ratio: "
-    f"median steps over those of the fastest submission; none where the target was never reached, not before {MOST:g} "
-    "times the fastest one's steps, or not on a held-out variant of the workload. Score: area below the performance "
-    f"profile from 1 to {MOST:g}, as a share of all of it; 1 is the fastest everywhere."
+    f"median steps over those of the fastest submission; none of more than {MOST:g}, where the target was never "
+    "reached, or where it was not on a held-out variant of the workload. Score: area below the performance profile "
+    f"from 1 to {MOST:g}, as a share of all of it; 1 is the fastest everywhere."
 )
 
 
 def score_table(found: Standing) -> Table:
     """A row for each submission, the best first."""
-    title = f"time to result, {_ruleset(found)}: score, and steps as multiples of the fastest"
+    title = f"time to result, {_ruleset(found)}"
     return _terminal_table(title, ["submission", "score", *found.ratios], _scores(found))
 
 
 def steps_table(found: Standing) -> Table:
     """Median steps and tokens of each submission on each workload, held-out variants too."""
-    title = "median steps to the target (tokens); on how many seeds, where not on all"
+    title = "median steps (tokens) to the target"
     return _terminal_table(title, ["submission", *[one.name for one in found.workloads]], _steps(found))
 
 
@@ -109,7 +109,7 @@ def _profiles(found: Standing) -> Markup:
         [name, *[format_percent(profile(found.ratios_of(name), tau), 0) for tau in _TAUS]]
         for name in found.scores
     ]
-    return table_of(["within times the fastest", *[f"{tau:g}" for tau in _TAUS]], rows)
+    return table_of(["workloads within a ratio of", *[f"{tau:g}" for tau in _TAUS]], rows)
 
 
 def _workloads(found: Standing) -> Markup:

@@ -33,7 +33,7 @@ def _cells(results: Results, one: Outcome) -> list[str]:
     return [
         one.name,
         str(len(one.values)),
-        centre_text(one),
+        centre_text(results, one),
         signed(found.mean) if found else "",
         interval_text(results, found),
         one.verdict + failed + dropped,
