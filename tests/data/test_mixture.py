@@ -1,4 +1,4 @@
-"""Batches of a mixture: the shares that were asked for, each source in its own order, from any position, on any ranks."""
+"""Batches of a mixture: the shares that were asked for, each source in its own order, from any position on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def rows(batches: list[Batch]) -> list[list[int]]:
     return [row for batch in batches for row in batch.tokens_BT.tolist()]
 
 
-def read(stream: TokenStream | MixedStream, samples: int, *, seed: int = 3, first: int = 0) -> list[list[int]]:
+def read(
+    stream: TokenStream | MixedStream, samples: int, *, seed: int = 3, first: int = 0
+) -> list[list[int]]:
     with Loader(
         stream, sequence=SEQUENCE, sequences_per_step=1, micro_batch=1, seed=seed, first_sample=first
     ) as loader:
@@ -122,7 +124,9 @@ def test_each_held_out_text_is_that_of_the_source_alone(tmp_path: Path) -> None:
     mixture = mixture_of(tmp_path, names, [1, 1, 1])
     assert mixture.labels == ["0.txt", "1.txt", "2.txt"]
     for name, part in zip(names, mixture.parts, strict=True):
-        alone = open_corpus(CorpusSpec(source=name, tokenizer="bytes", held_out=0.1), cache=tmp_path / "other")
+        alone = open_corpus(
+            CorpusSpec(source=name, tokenizer="bytes", held_out=0.1), cache=tmp_path / "other"
+        )
         held_out, size = part.held_out, alone.held_out.num_tokens
         assert held_out.num_tokens == size > 0
         assert np.array_equal(held_out.read(0, size), alone.held_out.read(0, size))
@@ -150,7 +154,9 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no file or folder"):
         mixture_of(tmp_path / "none", [one, str(tmp_path / "none.txt")], [1, 1])
     assert not (tmp_path / "none").exists()  # before the first source was prepared
-    shards = prepare(CorpusSpec(source=two, tokenizer="bytes", held_out=0.0), tmp_path / "all", progress=False)
+    shards = prepare(
+        CorpusSpec(source=two, tokenizer="bytes", held_out=0.0), tmp_path / "all", progress=False
+    )
     with pytest.raises(DataError, match="holds nothing out") as refused:
         mixture_of(tmp_path, [one, str(shards)], [1, 1])
     assert str(shards) in str(refused.value)

@@ -69,7 +69,9 @@ def _announce_mixture(run: Run, mixture: Mixture) -> None:
         if stream.has_answers:
             run.tell("packing", f"{label}: {packed(stream, run.train.sequence).sentence}")
         tokens = format_count(stream.num_tokens)
-        sentences.append(f"{label} {share:.1%} of the samples, {passes[number]:.3g} passes over {tokens} tokens")
+        sentences.append(
+            f"{label} {share:.1%} of the samples, {passes[number]:.3g} passes over {tokens} tokens"
+        )
         figures = {"share": share, "tokens": stream.num_tokens, "passes": passes[number]}
         sources.append({"label": label, "source": mixture.names[number], **figures})
     run.tell("mixture", f"mixture: {'; '.join(sentences)}", sources=sources)

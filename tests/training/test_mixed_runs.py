@@ -111,7 +111,10 @@ def test_each_source_is_evaluated_as_it_would_be_alone(finished: Path) -> None:
 def test_bits_per_byte_of_a_mixture_by_hand() -> None:
     """A quarter of the tokens at 2 nats and 4 bytes, the rest at 1 nat and 2 bytes: 1.25 nats and 2.5 bytes a token."""
     found = of_mixture(
-        {"a": Evaluation(2.0, 2 / math.log(2) / 4, 10, 40.0), "b": Evaluation(1.0, 1 / math.log(2) / 2, 30, 60.0)},
+        {
+            "a": Evaluation(2.0, 2 / math.log(2) / 4, 10, 40.0),
+            "b": Evaluation(1.0, 1 / math.log(2) / 2, 30, 60.0),
+        },
         (1, 3),
     )
     assert found.loss == 1.25
@@ -172,7 +175,9 @@ def test_conversations_mix(tmp_path: Path) -> None:
     assert main(words) == 0
     by_step = losses(tmp_path / "run")
     assert by_step[15] < 0.6 * by_step[1]
-    packings = [one["reason"] for one in records(tmp_path / "run", "events.jsonl") if one["kind"] == "packing"]
+    packings = [
+        one["reason"] for one in records(tmp_path / "run", "events.jsonl") if one["kind"] == "packing"
+    ]
     assert packings[0].startswith("chats.jsonl: 60 conversations in ")
     assert packings[1].startswith("more.jsonl: 40 conversations in ")
 
@@ -201,7 +206,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_mixtures_are_refused_before_there_is_a_folder(
-    case: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: str,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(texts.parent)
     tiny = tmp_path / "tiny.txt"
