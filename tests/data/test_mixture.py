@@ -1,4 +1,4 @@
-"""Batches of a mixture: shares as asked for, each source in its own order, from any position, on any ranks."""
+"""Batches of a mixture: the shares that were asked for, each source in its own order, from any position on."""
 
 from __future__ import annotations
 

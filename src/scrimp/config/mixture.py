@@ -6,7 +6,7 @@ Method   ``data.mix = "web.jsonl=0.7,stdlib=0.3"``: a source, as `data.source` t
          each part a decimal number. Weights are read exactly and brought to whole shares without a common divisor, here
          7 and 3: 70 and 30, or 7 and 3, say the same. A share counts samples (sequences), hence tokens, not documents.
 Limits   Shares add up to 100,000 at most, which five digits of a weight keep; 64 sources at most; names without commas.
-Checked  tests/config/test_mixture.py
+Checked  tests/config/test_mix_setting.py
 """
 
 from __future__ import annotations

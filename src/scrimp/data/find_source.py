@@ -65,7 +65,7 @@ def _open_source(source: str, column: Column) -> Source:
 
 def _hub_hint(source: str) -> str:
     looks_like_hub = source.count("/") == 1 and not source.startswith((".", "/", "~"))
-    return f"for the hub write {HUB}{source}" if looks_like_hub else "check its spelling"
+    return f"for the hub write {HUB}{source}" if looks_like_hub else "check the spelling of data.source"
 
 
 def _open_folder(path: Path, column: Column) -> Source:

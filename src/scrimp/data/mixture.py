@@ -128,7 +128,7 @@ class Mixture:
                     f"the sources of data.mix have different {'chat templates' if is_same else 'tokenizers'}",
                     got=f"{part.folder / TOKENIZER} of {name}, {first.folder / TOKENIZER} of {self.names[0]}",
                     expected="one for all",
-                    do="prepare the shards again with the tokenizer of the others: scrimp prepare --tokenizer FOLDER",
+                    do=f"make shards with `scrimp prepare ... --tokenizer {first.folder / TOKENIZER}`",
                 )
 
     def _refuse_same_text(self) -> None:
@@ -148,7 +148,7 @@ class Mixture:
                 "a source of data.mix holds nothing out for evaluation",
                 got=self.names[tokens.index(0)],
                 expected="held-out documents of every source, or of none",
-                do="prepare its shards with --held-out, or set data.held_out to 0 for the others",
+                do="prepare its shards again with a held-out share, or set data.held_out to 0 and train on texts alone",
             )
 
 

@@ -13,7 +13,7 @@ the mixture is their mean by the sources' shares w_s of training samples:
 A document that the limit of tokens cuts counts by its share of bytes. Several ranks share the micro-batches, and all
 know the sums. Evaluation draws no random
 numbers and changes no state.
-Checked  tests/training/test_mixtures.py, of mixtures
+Checked  tests/training/test_mixed_runs.py, of mixtures
 """
 
 from __future__ import annotations
