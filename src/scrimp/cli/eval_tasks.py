@@ -9,6 +9,7 @@ Checked  tests/cli/test_eval_tasks.py
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,10 @@ def evaluate_tasks(command: Evaluate) -> int:
     if command.checkpoints:
         _show_series(folders, questions, command)
     else:
-        found = {str(folder): questions.figures(folder, command) for folder in folders}
+        found = {
+            name: questions.figures(folder, command)
+            for name, folder in zip(_names(folders), folders, strict=True)
+        }
         plain_console().print(figures_table(found))
         _show_notes([figure for figures in found.values() for figure in figures])
     return 0
@@ -110,8 +114,8 @@ def _task(name: str, texts: Sequence[str]) -> Task:
 
 def _show_series(folders: Sequence[Path], questions: Questions, command: Evaluate) -> None:
     runs = {
-        str(folder): {step: questions.figures(at, command) for step, at in _checkpoints(folder)}
-        for folder in folders
+        name: {step: questions.figures(at, command) for step, at in _checkpoints(folder)}
+        for name, folder in zip(_names(folders), folders, strict=True)
     }
     models = [_model_of(folder) for folder in folders]
     first = next(iter(next(iter(runs.values())).values()))
@@ -128,6 +132,12 @@ def _show_series(folders: Sequence[Path], questions: Questions, command: Evaluat
     signals = {key: early_signal(list(by_run.values()), models) for key, by_run in values.items()}
     console.print(signal_table(signals, len(runs), len(set(models))))
     _show_notes([figure for series in runs.values() for figures in series.values() for figure in figures])
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """What tables call models: their folders, without what the paths of all begin with."""
+    shared = os.path.commonpath([folder.resolve().parent for folder in folders])
+    return [str(folder.resolve().relative_to(shared)) for folder in folders]
 
 
 def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:

@@ -47,7 +47,7 @@ def series_table(title: str, by_run: Mapping[str, Mapping[int, float]]) -> Table
 def signal_table(signals: Mapping[tuple[str, str], EarlySignal], runs: int, models: int) -> Table:
     """What each figure of each task says early."""
     title = f"early signal: {runs} runs of {models} models" if runs > 1 else "early signal"
-    names = ["task", "figure", "monotony", "autocorrelation", "signal/noise", "consistency"]
+    names = ["task", "figure", "monotony", "autocorrelation", "SNR", "consistency"]
     table = _table(title, names, words=2)
     for (task, name), one in signals.items():
         figures = (one.monotony, one.autocorrelation, one.signal_to_noise, one.consistency)
