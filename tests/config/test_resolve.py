@@ -24,6 +24,7 @@ from scrimp.config import (
     resolve,
     to_toml,
 )
+from scrimp.config.optimizers import facts_of
 from scrimp.errors import ConfigError
 
 
@@ -99,10 +100,10 @@ def test_the_result_is_complete_and_consistent_or_refused(
         event("refused")
         return  # which contradictions are refused: test_contradictions_are_named
     values = flatten(result.config)
-    # Of `model` and `budget` what stays open means none.
+    # Of `model` and `budget` what stays open means none, and a rank of optimizers without projectors.
     sections = ("train.", "optimizer.", "schedule.", "evaluation.", "checkpoint.")
     open_keys = [key for key in values if key.startswith(sections) and values[key] in (None, "auto")]
-    assert open_keys == []
+    assert open_keys == ["optimizer.rank"] * (not facts_of(result.config.optimizer.name).low_rank)
     assert result.config.precision_rules.base is not None
     # What was given stays, and what was decided has a reason.
     for key, (before, _) in differences(config, result.config).items():
@@ -304,6 +305,7 @@ def test_parameters_have_the_compute_format(precision: str, parameters: str) -> 
         # 16 times a prime: only a sequence of 16 tokens divides it, which nobody means.
         ({"train.batch_tokens": 16 * 1009}, ["train.batch_tokens", "multiple of 256"]),
         ({"train.steps": 10, "schedule.warmup_steps": 11}, ["schedule.warmup_steps", "at most 10"]),
+        ({"optimizer.lr": 0.5, "optimizer.weight_decay": 2.0}, ["decays all", "0.5", "below 1"]),
         ({"precision": "fp32", "train.parameters": "bf16"}, ["train.parameters", "precision"]),
         ({"precision": "fp32,*=fp8", "train.parameters": "bf16"}, ["train.parameters", "precision"]),
         ({"train.parameters": "fp32", "optimizer.master_weights": True}, ["optimizer.master_weights"]),
