@@ -70,7 +70,9 @@ from scrimp.study.variants import (
     variants_of,
 )
 
-FigureName = Literal["held_out_loss", "training_loss", "tokens_per_second", "steps_to_target"]
+RecordedFigure = Literal["held_out_loss", "training_loss", "tokens_per_second"]
+"""What a row has of every run."""
+FigureName = Literal[RecordedFigure, "steps_to_target"]
 _SHIPPED: Final = Path(__file__).parent / "shipped"
 _CONTAINERS: Final = ("seeds", "settings", "variants", "grid", "halving", "trunk", "submissions", "given")
 _SEEDS_OF_DRAWS: Final = 2**40
@@ -161,7 +163,7 @@ class Study(_Head):
         return self.trunk is not None and self.trunk.settings.get(key) != self.variants[0].settings.get(key)
 
     @property
-    def recorded_figure(self) -> FigureName:
+    def recorded_figure(self) -> RecordedFigure:
         """The figure that a row has to have: steps to a target are read from its evaluations."""
         return "held_out_loss" if self.figure == "steps_to_target" else self.figure
 

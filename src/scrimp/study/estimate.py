@@ -271,7 +271,7 @@ def _probe(study: Study, variant: Variant, threads: int, *, trusts: bool) -> Pro
             settings=settings,
             steps=steps_of(variant),
             folder=Path(name),
-            figure=study.figure,
+            figure=study.recorded_figure,
             threads=threads,
             trusts=trusts,
         )

@@ -21,7 +21,7 @@ from scrimp.files import storage
 from scrimp.json_files import decode_loosely
 from scrimp.report.curves import Array
 from scrimp.report.read_run import RunRecord, read_run
-from scrimp.study.definition import FigureName
+from scrimp.study.definition import RecordedFigure
 from scrimp.study.rows import LARGEST, MOST_POINTS, Curve, Key, Row
 from scrimp.study.variants import MAY_NAME_RUNS, CombinedHow
 
@@ -44,7 +44,8 @@ class Job:
     """It has more steps than that, which a later job goes on with."""
     folder: Path
     """Where all runs of the study lie, each in a folder of its own."""
-    figure: FigureName
+    figure: RecordedFigure
+    """What its row has to have."""
     threads: int = 1
     needs: tuple[Key, ...] = ()
     """Runs that have to be there first: its trunk, and those that its settings name or that it combines."""
