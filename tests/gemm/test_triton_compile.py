@@ -50,6 +50,7 @@ def test_every_kernel_compiles(capability: int) -> None:
         "tensor_amax_kernel",
         "add_rounded_kernel",
         "cross_entropy_kernel",
+        "adamw_kernel",
         "scaled_matmul_kernel",
     }
 

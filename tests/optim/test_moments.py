@@ -10,7 +10,8 @@ from property_tests import examples
 from torch import Tensor
 
 from scrimp.formats import Noise
-from scrimp.optim.moments import _SMALLEST_SCALE, BLOCK, Moment, MomentFormat, Moments, dense
+from scrimp.formats.moment_codes import BLOCK, SMALLEST_SCALE
+from scrimp.optim.moments import Moment, MomentFormat, Moments, dense
 from scrimp.optim.stochastic_rounding import NoiseTable, Scratch
 
 CPU = torch.device("cpu")
@@ -55,7 +56,7 @@ def test_8_bits_are_off_by_less_than_a_step(
     codes, scales = moment.tensors()[""], moment.tensors()["_scale"].double()
     s = scales.repeat_interleave(BLOCK, 1)[:, :columns]
     largest = torch.stack([block.abs().amax(1) for block in x.split(BLOCK, 1)], 1).double()
-    enough = (largest / TOP[codes.dtype]).clamp(min=_SMALLEST_SCALE)
+    enough = (largest / TOP[codes.dtype]).clamp(min=SMALLEST_SCALE)
     assert ((scales >= enough) & (scales <= 1.01 * enough)).all()
     step = (x.double().abs() / s + C) / 16 * s
     assert ((found - x.double()).abs() <= 1.001 * step).all()
