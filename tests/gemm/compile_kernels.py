@@ -207,6 +207,9 @@ def compile_one(
 INSTRUCTIONS = {
     "div_rn": r"\bdiv\.rn\.f32",
     "div_approximate": r"\bdiv\.(full|approx)",
+    "sqrt_rn": r"\bsqrt\.rn\.f32",
+    "sqrt_approximate": r"\bsqrt\.approx",
+    "fused": r"\bfma\.rn\.f32",
     "to_e4m3": r"\bcvt\.rn\.satfinite\.e4m3x2",
     "flush": r"\.ftz",
     "wgmma": r"\bwgmma\.mma_async",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from scrimp.formats import Noise
 from scrimp.formats.moment_codes import BLOCK, SMALLEST_SCALE
-from scrimp.optim.moments import Moment, MomentFormat, Moments, dense
+from scrimp.optim.moments import Moment, MomentFormat, Moments, _scales_of, dense
 from scrimp.optim.stochastic_rounding import NoiseTable, Scratch
 
 CPU = torch.device("cpu")
@@ -61,6 +61,13 @@ def test_8_bits_are_off_by_less_than_a_step(
     step = (x.double().abs() / s + C) / 16 * s
     assert ((found - x.double()).abs() <= 1.001 * step).all()
     assert ((found * x >= 0) | (found == 0)).all()
+
+
+def test_a_block_with_a_nan_whose_mantissa_is_full_has_a_scale_that_is_none() -> None:
+    """A GPU's own NaN, which rounding up as an integer carries into minus zero."""
+    nan = torch.full((2, 1), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    for top in TOP.values():
+        assert _scales_of(nan, top).isnan().all()
 
 
 @pytest.mark.parametrize("which", ["mean", "square"])
