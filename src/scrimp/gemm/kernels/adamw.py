@@ -13,7 +13,8 @@ Method   Each program takes a block of rows by 128 columns, so that those who sh
 Limits   Of what is not finite any NaN may come out, and codes under a scale that is not finite are any: what they stand
          for is not finite either. Vectors, which are columns, use one in 128 lanes. Not timed on a GPU yet.
 Source   Loshchilov & Hutter, arXiv 1711.05101; codes: `scrimp.optim.moments`
-Checked  tests/gemm/test_triton_adamw.py: against torch's operators bit for bit
+Checked  tests/gemm/test_triton_adamw.py: against torch's operators bit for bit; test_ptx.py: what the compiler makes
+         of it
 """
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -159,6 +160,7 @@ def adamw_kernel(
     v = v * beta2 + g * g * rest2
     change = tl.div_rn(m, tl.sqrt_rn(v) * root + eps) * rate
     w = load_block(weight, rows, columns, num_rows, num_columns, num_columns, 1) * kept - change
+    tl.debug_barrier()  # threads may write what others read: stores are laid out as the stored type wants it
     if weight.dtype.element_ty == tl.bfloat16:
         store_block(weight, to_bfloat16_stochastic(w, hashes), rows, columns, num_rows, num_columns)
         hashes = next_hash(hashes)
