@@ -164,7 +164,9 @@ def update_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, s
     """AdamW of bf16 weights and of masters, with averages in every format."""
     cases: list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]] = []
     size = {"ROWS": adamw.ROWS, "COLUMNS": adamw.COLUMNS}
-    numbers = dict.fromkeys(("clip", "beta1", "rest1", "beta2", "rest2", "root", "eps", "rate", "kept"), "fp32")
+    numbers = dict.fromkeys(
+        ("clip", "beta1", "rest1", "beta2", "rest2", "root", "eps", "rate", "kept"), "fp32"
+    )
     for weight, gradient in (("bf16", "bf16"), ("fp32", "fp32")):
         for label, mean, square in (("fp32", "fp32", "fp32"), ("bf16", "bf16", "bf16"), ("8bit", "i8", "u8")):
             types = {"weight": f"*{weight}", "gradient": f"*{gradient}", "mean": f"*{mean}"}
@@ -172,9 +174,7 @@ def update_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, s
             scales = ("mean_scales", "square_scales")
             choice: dict[str, Any] = {} if label == "8bit" else dict.fromkeys(scales)
             types |= dict.fromkeys(scales, "*bf16")
-            cases.append(
-                (adamw.adamw_kernel, f"{weight} {label}", adamw.WARPS, 3, {**choice, **size}, types)
-            )
+            cases.append((adamw.adamw_kernel, f"{weight} {label}", adamw.WARPS, 3, {**choice, **size}, types))
     return cases
 
 
@@ -232,7 +232,14 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def main(capability: int) -> None:
-    for case in (*tile_cases(), *row_cases(), *group_cases(), *other_cases(), *update_cases(), *matmul_cases()):
+    for case in (
+        *tile_cases(),
+        *row_cases(),
+        *group_cases(),
+        *other_cases(),
+        *update_cases(),
+        *matmul_cases(),
+    ):
         print(json.dumps(compile_one(case, capability)), flush=True)
 
 

@@ -1,7 +1,7 @@
 """Launches kernels on the machine that runs PTX: `launch.run` for tensors in host memory.
 
 A process without TRITON_INTERPRET compiles each kernel, specialised as Triton would for the arguments: numbers that are
-1 are constants, but where the kernel forbids it, and the compiler knows which numbers and addresses are multiples of 16.
+1 are constants, and the compiler knows which numbers and addresses are multiples of 16, unless the kernel forbids it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels for Hopper gives the bits of `scrimp.formats` and `scrimp.optim`, without races.
+"""What the compiler makes of kernels for Hopper gives the bits of `scrimp.formats` and `scrimp.optim`, without races.
 
 test_triton_tiles.py and others beside it interpret the kernels' Python. Here their PTX runs, on a CPU.
 """

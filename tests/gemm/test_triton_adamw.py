@@ -191,7 +191,7 @@ def test_an_optimizer_takes_one_launch_for_a_parameter_and_moves_as_by_operators
         }
         optimizer = AdamW(named, config, seed=5)
         with (
-            patch.object(updates, "_takes_kernel", lambda weight, *_: takes_kernel),
+            patch.object(updates, "_takes_kernel", lambda *_, takes=takes_kernel: takes),
             patch.object(adamw, "run", launched),
             patch.object(torch, "sqrt", torch.sqrt if DEVICE.type == "cuda" else right_sqrt),
         ):
@@ -215,7 +215,9 @@ def test_the_kernel_is_tried_before_it_runs_and_warns_where_it_is_wrong(monkeypa
     assert updates._may_run(*asked)
     updates._may_run.cache_clear()
     monkeypatch.setattr(kernels, "update_adamw", lambda weight, *_, **numbers: weight.mul_(numbers["kept"]))
-    with pytest.warns(UserWarning, match=r"AdamW \(8bit\) kernel does not run here.*its numbers are not theirs"):
+    with pytest.warns(
+        UserWarning, match=r"AdamW \(8bit\) kernel does not run here.*its numbers are not theirs"
+    ):
         assert not updates._may_run(*asked)
     updates._may_run.cache_clear()
     monkeypatch.setattr(kernels, "update_adamw", lambda *_, **numbers: 1 / 0)

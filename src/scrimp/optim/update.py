@@ -159,14 +159,14 @@ def _takes_kernel(weight: Tensor, gradient: Tensor, moments: Moments, noise: Noi
 
 
 @functools.cache
-def _may_run(
-    device: torch.device, weight: torch.dtype, gradient: torch.dtype, format_: MomentFormat
-) -> bool:
+def _may_run(device: torch.device, weight: torch.dtype, gradient: torch.dtype, format_: MomentFormat) -> bool:
     """Whether the kernel gives the operators' bits there in these formats, tried once in a process."""
     return may_run(f"AdamW ({format_})", lambda: _is_equal(device, weight, gradient, format_))
 
 
-def _is_equal(device: torch.device, weight: torch.dtype, gradient: torch.dtype, format_: MomentFormat) -> bool:
+def _is_equal(
+    device: torch.device, weight: torch.dtype, gradient: torch.dtype, format_: MomentFormat
+) -> bool:
     """Whether two steps of the kernel are those of the operators, bit for bit."""
     generator = torch.Generator().manual_seed(0)
     made = (torch.randn(9, 130, generator=generator).to(device) for _ in range(3))

@@ -31,7 +31,6 @@ from scrimp.errors import PlanError
 from scrimp.formats import moment_codes
 from scrimp.formats.noise import Noise, signed
 from scrimp.gemm.kernels.arithmetic import (
-    MAGNITUDE,
     address_hash,
     block_of_program,
     element_hash,
