@@ -29,7 +29,7 @@ from torch import Tensor
 
 from scrimp.errors import PlanError
 from scrimp.formats import moment_codes
-from scrimp.formats.noise import Noise, signed
+from scrimp.formats.noise import MULTIPLIERS, Noise, signed
 from scrimp.gemm.kernels.arithmetic import (
     address_hash,
     block_of_program,
@@ -57,7 +57,7 @@ STEP = tl.constexpr(moment_codes.STEP)
 SMALLEST_SCALE = tl.constexpr(moment_codes.SMALLEST_SCALE)
 SCALE_OF_SIGNED = tl.constexpr(moment_codes.MARGIN / moment_codes.TOP_SIGNED)
 SCALE_OF_UNSIGNED = tl.constexpr(moment_codes.MARGIN / moment_codes.TOP_UNSIGNED)
-NEXT_HASH = tl.constexpr(0x2C1B3C6D)
+NEXT_HASH = tl.constexpr(MULTIPLIERS[0])
 
 
 @triton.jit
