@@ -10,6 +10,8 @@ doctor    `scrimp doctor`: every product of every recipe and back end, right and
 formats   What FP8 tensor cores keep of a sum (accumulator.py). Runs in fp8, nvfp4 and fp4: the loss falls
           and stays near bf16's on the same data. Peak memory of fp8 against bf16.
 gemm      gemm.py: every GEMM and the quantizers.
+kernels   The tests of the step's own kernels, compiled: sums of gradients, the loss, AdamW. Then fused_passes.py: each
+          right and faster than the operators that it stands for, in one run.
 linear    gemm.py: whole linear layers, with the peers.
 memory    memory.py: predicted against measured peaks. Its other parts are memory-cards, memory-time, memory-qwen7b,
           memory-qwen7b-8bit and memory-qwen14b here.
@@ -138,6 +140,12 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
 def check_gemm_tests(session: Session) -> Outcome:
     """With a GPU present Triton's kernels run compiled in them."""
     return tests(session, "tests of the GEMMs, kernels compiled", "-m", "not slow", "tests/gemm")
+
+
+def check_kernel_tests(session: Session) -> Outcome:
+    """Those of the step's own passes, all cases."""
+    files = (f"tests/gemm/test_triton_{name}.py" for name in ("sums", "cross_entropy", "adamw"))
+    return tests(session, "tests of the step's own kernels, compiled", *files)
 
 
 def check_gpu_tests(session: Session) -> Outcome:
@@ -398,6 +406,10 @@ PARTS: dict[str, tuple[Check, ...]] = {
         *limited(110, check_format_memory),
     ),
     "gemm": limited(WHOLE, of_gemm("", "gemms", "quantizers")),
+    "kernels": (
+        *limited(240, check_kernel_tests),
+        *limited(WHOLE, of_script("fused_passes.py", *ON_CUDA)),
+    ),
     "linear": limited(WHOLE, of_gemm("-linear", "linear")),
     "memory": limited(WHOLE, of_script("memory.py", "--part", "peaks")),
     **{

@@ -6,8 +6,8 @@ Method    `scrimp.planner.layout.step_account`: bytes, FLOPs and seconds of ever
           Of Scrimp as it runs today (`softwares/scrimp-today.toml`: bytes counted from its code; attention by
           FlashAttention-2, which is deterministic), of Scrimp as it is predicted (`scrimp.toml`: one kernel for each
           pass), and of LLMQ (`llmq.toml`: read in its source), which has one scale a tensor in all of its 8 bits.
-          Launches of today's step are counted here: operators of the update, kernels of a compiled block as
-          Inductor fuses it.
+          Launches of today's step are counted here: operators of the update and its kernel, kernels of a compiled
+          block as Inductor fuses it.
           Of Scrimp's own step sums of gradients run after products here, and beside them in `scrimp plan`.
           A ratio is sure where it keeps its sign with every constant moved by 15 %, one after the other: rates of the
           card, and figures of either program.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -33,14 +34,13 @@ from unittest.mock import patch
 import torch
 from environment import RESULTS, facts, markdown_table, write_pair
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from scrimp.config import OptimizerConfig, preset
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.models import spec_of
 from scrimp.models.shapes import sizes_of
-from scrimp.optim import AdamW
-from scrimp.optim.update import PIECE_ELEMENTS
+from scrimp.optim import AdamW, Moments
 from scrimp.planner.hardware import Cluster, load_hardware
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.software import Software, in_states, software
@@ -69,8 +69,6 @@ STATES = StateFormats(masters=False)
 MOVED = 0.15
 LOSS_BYTES = 6.0
 """For each logit: read for the sum, read again for the gradient, overwritten by it."""
-CHUNK = PIECE_ELEMENTS["cuda"]
-"""Numbers that today's updates work on at once, on a GPU."""
 OF_PROGRAMS = (
     "traffic",
     "quantize_bytes",
@@ -219,39 +217,47 @@ def launches_of(case: Case, cluster: Cluster) -> dict[str, float]:
     """Launches of Scrimp's step today, by pass: those that its account has, and those that are counted here."""
     setting = setting_of(case, today(), cluster)
     found = {one.name: one.launches for one in passes_of(setting)}
-    update, forward, backward = counted_launches()
+    forward, backward = counted_launches()
     blocks, passes = len(setting.model.blocks), setting.micro_batches
-    matrices = [linear.parameters for block in setting.model.blocks for linear in block.linears]
-    matrices.append(setting.model.head_parameters)
-    matrices += [] if setting.model.tied else [setting.model.embedding_parameters]
-    pieces = sum(math.ceil(one / CHUNK) for one in matrices)
+    matrices = sum(len(block.linears) for block in setting.model.blocks) + 1 + (not setting.model.tied)
     chunks = math.ceil(setting.tokens / (setting.software.loss_tokens or setting.tokens))
     return found | {
-        "update": update * pieces,
+        "update": update_launches(matrices),
         "loss": chunks * passes,
         "norms, gates, rotation": (forward + backward) * blocks * passes,
     }
 
 
 @cache
-def counted_launches() -> tuple[int, int, int]:
-    """Launches that an update of `CHUNK` numbers takes, and the forward and the backward pass of a compiled block of
-    Llama without products and attention."""
-    weight = nn.Parameter(torch.randn(1024, CHUNK // 1024).bfloat16())
-    optimizer = AdamW({"weight": weight}, dataclasses.replace(OptimizerConfig(), master_weights=False))
-    update = 0
-    for _ in range(2):  # the first one makes the states
-        with patch.dict(PIECE_ELEMENTS, cpu=CHUNK), KernelCounter() as counter:
-            (weight * 1.0).sum().backward()
-            counter.take()
-            norm = optimizer.gradient_norm()
-            optimizer.clip(norm, norm / 2)
-            optimizer.step(0.01)
-            update = counter.take().launches
-        optimizer.zero_grad()
+def update_launches(matrices: int) -> int:
+    """Launches of the update of so many matrices, with the norm of their gradients and the clip."""
+    updates = importlib.import_module("scrimp.optim.update")  # the package has a function of this name
+    weights = {str(number): nn.Parameter(torch.randn(8, 128).bfloat16()) for number in range(matrices)}
+    optimizer = AdamW(weights, dataclasses.replace(OptimizerConfig(), master_weights=False))
+
+    def by_kernel(weight: Tensor, gradient: Tensor, moments: Moments, *_: Any) -> None:
+        states = [weight, *moments.tensors().values()]
+        counter.kernel([gradient, *states], states)
+
+    for weight in weights.values():
+        weight.float().sum().backward()
+    with (
+        patch.object(updates, "_takes_kernel", lambda *_: True),
+        patch.object(updates, "update_by_kernel", by_kernel),
+        KernelCounter() as counter,
+    ):
+        norm = optimizer.gradient_norm()
+        optimizer.clip(norm, norm / 2)
+        optimizer.step(0.01)
+    return counter.take().launches
+
+
+@cache
+def counted_launches() -> tuple[int, int]:
+    """Launches of the forward and the backward pass of a compiled block of Llama without products and attention."""
     block = count_block(preset("llama-3m"), compiled=True)
     kernels = [one.launches - one.product_launches - 1 for one in (block.forward, block.backward)]
-    return update, kernels[0], kernels[1]
+    return kernels[0], kernels[1]
 
 
 def page(

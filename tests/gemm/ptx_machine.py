@@ -438,12 +438,12 @@ def _bit_field(a: Array, start: Array, length: Array) -> Array:
 
 
 def _permute_bytes(a: Array, b: Array, selectors: Array) -> Array:
-    """Four of eight bytes, each by four bits of the selector."""
-    if (selectors & 0x8888).any():
-        raise UnknownInstructionError("prmt of signs")
+    """Four of eight bytes, each by four bits of the selector: the highest asks for eight times the byte's sign."""
     both = np.stack([a, b], 1).view(np.uint8)
-    index = np.stack([selectors >> 4 * k & 7 for k in range(4)], 1).astype(np.intp)
-    return np.take_along_axis(both, index, 1).view(np.uint32)[:, 0]
+    chosen = np.stack([selectors >> 4 * k & 15 for k in range(4)], 1).astype(np.intp)
+    found = np.take_along_axis(both, chosen & 7, 1)
+    signs = (found.view(np.int8) >> 7).view(np.uint8)
+    return np.where(chosen & 8, signs, found).view(np.uint32)[:, 0]
 
 
 def _fused(a: Array, b: Array, c: Array) -> Array:
@@ -482,7 +482,7 @@ RULES = {
     "mad.wide": Rule("su", lambda a, b, c: _multiply_wide(a, b) + c, ("", "", "wide")),
     "div": Rule("s", _divide_integers),
     "neg": Rule("s", np.negative),
-    "max": Rule("su", np.maximum),
+    "max": Rule("suf", np.fmax),  # of a NaN and a number the number
     "min": Rule("su", np.minimum),
     "and": Rule("bp", np.bitwise_and),
     "or": Rule("bp", np.bitwise_or),
@@ -497,6 +497,8 @@ RULES = {
     "sub.rn": Rule("f", np.subtract),
     "mul.rn": Rule("f", np.multiply),
     "div.rn": Rule("f", np.divide),
+    "sqrt.rn": Rule("f", np.sqrt),
+    "abs": Rule("f", np.abs),
     "fma.rn": Rule("f", _fused),
     "setp.lt": Rule("suf", np.less),
     "setp.le": Rule("suf", np.less_equal),

@@ -1,6 +1,6 @@
-"""What the compiler makes of the quantizers for Hopper gives the bits of `scrimp.formats`, without races.
+"""What the compiler makes of kernels for Hopper gives the bits of `scrimp.formats` and `scrimp.optim`, without races.
 
-test_triton_tiles.py and test_triton_groups.py interpret the kernels' Python. Here their PTX runs, on a CPU.
+test_triton_tiles.py and others beside it interpret the kernels' Python. Here their PTX runs, on a CPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from ptx_launch import PtxLauncher
 from ptx_memory import AccessError
+from test_triton_adamw import COMBINATIONS, STEP, started
+from test_triton_adamw import assert_same_bits as assert_same_states
+from test_triton_adamw import both as updated
 from test_triton_rows import WAYS, assert_quantizes
 from torch import Tensor
 from triton_cases import (
@@ -29,7 +32,15 @@ from triton_cases import (
 
 from scrimp.formats import Noise, Operand, quantize
 from scrimp.formats.hadamard import rotate
-from scrimp.gemm.kernels import fake_quantize_groups, quantize_blocks, quantize_tiles, tensor_amax
+from scrimp.gemm.kernels import (
+    add_rounded,
+    fake_quantize_groups,
+    quantize_blocks,
+    quantize_tiles,
+    tensor_amax,
+)
+from scrimp.optim import MomentFormat
+from scrimp.optim.targets import add_by_operators
 
 ALIGNED, RAGGED = (256, 144), (130, 75)
 CASES = (
@@ -56,7 +67,7 @@ def launching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launchers]:
 
     def launch(edit: Callable[[str], str]) -> PtxLauncher:
         made.append(PtxLauncher(edit))
-        for name in ("tiles", "block_scaled", "fake_quantize", "rows"):
+        for name in ("tiles", "block_scaled", "fake_quantize", "rows", "rounded_sums", "adamw"):
             module = importlib.import_module(f"scrimp.gemm.kernels.{name}")
             monkeypatch.setattr(module, "run", made[-1])
             monkeypatch.setattr(module, "check_devices", lambda **_: None)
@@ -201,6 +212,26 @@ def test_the_largest_magnitude_of_a_tensor(
 
 
 # The machine sees what is wrong.
+
+
+@pytest.mark.parametrize(("weight", "gradient", "format_"), COMBINATIONS)
+@pytest.mark.slow
+def test_updates(
+    on_ptx: PtxLauncher, weight: torch.dtype, gradient: torch.dtype, format_: MomentFormat
+) -> None:
+    for shape in ((16, 256), (9, 131)):
+        own, g = matrices(shape, weight)[0], matrices(shape, gradient)[0]
+        assert_same_states(*updated(own, g, started(own, format_), STEP, Noise(2**63 + 5, 2**40, 7)))
+
+
+@pytest.mark.slow
+def test_sums_of_gradients(on_ptx: PtxLauncher) -> None:
+    for shape, dtype in CASES[3:5]:
+        total, gradient = matrices(shape, torch.bfloat16)[0], matrices(shape, dtype)[0].flip(0).contiguous()
+        expected, noise = total.clone(), Noise(2**63 + 5, 2**40, 7)
+        add_by_operators(expected, gradient, noise)
+        add_rounded(total, gradient, noise)
+        assert torch.equal(total, expected)
 
 
 def without(pattern: str, number: int) -> Callable[[str], str]:

@@ -50,6 +50,7 @@ def test_every_kernel_compiles(capability: int) -> None:
         "tensor_amax_kernel",
         "add_rounded_kernel",
         "cross_entropy_kernel",
+        "adamw_kernel",
         "scaled_matmul_kernel",
     }
 
@@ -71,6 +72,18 @@ def test_quantizers_divide_exactly_and_flush_nothing() -> None:
     assert {case["kernel"] for case in with_codes} == set(kernels)
     assert not names([case for case in with_codes if not case["div_rn"]])
     assert not names([case for case in with_codes if not case["to_e4m3"] and "e5m2" not in case["case"]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [89, HOPPER, 100, 120])
+def test_updates_round_every_operation_and_spill_nothing(capability: int) -> None:
+    """Of 65,536 registers four programs of 128 threads take their share; a row of a block is exchanged in 4 KiB."""
+    updates = [case for case in compiled(capability) if case["kernel"] == "adamw_kernel"]
+    assert len(updates) == 6
+    assert not names([case for case in updates if case["stack"] or case["registers"] > 128])
+    assert not names([case for case in updates if case["shared"] > 4096])
+    assert not names([case for case in updates if case["fused"] or case["sqrt_approximate"]])
+    assert not names([case for case in updates if not (case["div_rn"] and case["sqrt_rn"])])
 
 
 @pytest.mark.slow

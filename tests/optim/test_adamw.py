@@ -120,18 +120,32 @@ def test_bf16_gradients_of_micro_batches_are_summed_in_fp32() -> None:
     assert optimizer.gradient_norm() == pytest.approx(expected, rel=1e-6)
 
 
-def test_clipping_bounds_the_norm_and_leaves_small_gradients_alone() -> None:
-    named = parameters(torch.float32)
-    optimizer = AdamW(named, TRAIN)
-    set_gradients(named, 1)
-    norm = optimizer.gradient_norm()
-    before = named["weight"].grad.clone()
-    optimizer.clip(norm, 2 * norm)
-    assert torch.equal(named["weight"].grad, before)
-    optimizer.clip(norm, norm / 4)
-    assert optimizer.gradient_norm() == pytest.approx(norm / 4, rel=1e-6)
-    optimizer.clip(norm / 4, 0.0)
-    assert optimizer.gradient_norm() == pytest.approx(norm / 4, rel=1e-6)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_clipped_step_is_that_of_gradients_that_are_scaled_by_hand(kind: str) -> None:
+    """And of all of them, whatever the update reads; what is below the limit, or has none, stays as it is."""
+    dtype, config = settings(kind)
+    found = []
+    for by_hand in (False, True):
+        named = parameters(dtype)
+        optimizer = AdamW(named, config, seed=3)
+        for step in range(2):
+            set_gradients(named, step)
+            norm = optimizer.gradient_norm()
+            optimizer.clip(norm, 2 * norm)
+            optimizer.clip(norm, 0.0)
+            if by_hand:
+                for gradient in optimizer.gradients().values():
+                    gradient.mul_(norm / 4 / norm)
+                assert optimizer.gradient_norm() == pytest.approx(norm / 4, rel=1e-2)
+            else:
+                optimizer.clip(norm, norm / 4)
+            optimizer.step(0.01)
+            optimizer.zero_grad()
+        set_gradients(named, 2)
+        optimizer.step(0.01)  # of a norm that is not clipped
+        found.append(state_of(optimizer, named))
+    for name, tensor in found[1].items():
+        assert torch.equal(found[0][name], tensor), name
 
 
 def test_without_masters_sums_of_micro_batches_are_right_on_average() -> None:

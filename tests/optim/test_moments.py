@@ -10,7 +10,8 @@ from property_tests import examples
 from torch import Tensor
 
 from scrimp.formats import Noise
-from scrimp.optim.moments import _SMALLEST_SCALE, BLOCK, Moment, MomentFormat, Moments, dense
+from scrimp.formats.moment_codes import BLOCK, SMALLEST_SCALE
+from scrimp.optim.moments import Moment, MomentFormat, Moments, _scales_of, dense
 from scrimp.optim.stochastic_rounding import NoiseTable, Scratch
 
 CPU = torch.device("cpu")
@@ -55,11 +56,18 @@ def test_8_bits_are_off_by_less_than_a_step(
     codes, scales = moment.tensors()[""], moment.tensors()["_scale"].double()
     s = scales.repeat_interleave(BLOCK, 1)[:, :columns]
     largest = torch.stack([block.abs().amax(1) for block in x.split(BLOCK, 1)], 1).double()
-    enough = (largest / TOP[codes.dtype]).clamp(min=_SMALLEST_SCALE)
+    enough = (largest / TOP[codes.dtype]).clamp(min=SMALLEST_SCALE)
     assert ((scales >= enough) & (scales <= 1.01 * enough)).all()
     step = (x.double().abs() / s + C) / 16 * s
     assert ((found - x.double()).abs() <= 1.001 * step).all()
     assert ((found * x >= 0) | (found == 0)).all()
+
+
+def test_a_block_with_a_nan_whose_mantissa_is_full_has_a_scale_that_is_none() -> None:
+    """A GPU's own NaN, which rounding up as an integer carries into minus zero."""
+    nan = torch.full((2, 1), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    for top in TOP.values():
+        assert _scales_of(nan, top).isnan().all()
 
 
 @pytest.mark.parametrize("which", ["mean", "square"])

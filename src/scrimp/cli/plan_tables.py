@@ -30,7 +30,7 @@ from scrimp.report.units import format_bytes, format_count, format_rate
 
 LOSERS_SHOWN = 10
 _LOW = 4
-_TODAY = "operator by operator where these formats of products or states have no fused kernels yet"
+_TODAY = "operator by operator where these formats have no fused kernels yet"
 _DEGREES = ("pp", "dp", "fsdp", "cp", "tp", "ep")
 
 

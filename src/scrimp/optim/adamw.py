@@ -4,6 +4,7 @@ Method   `moments` says how the averages are stored, see `scrimp.optim.moments`.
          moments are fp32, the update is torch's fused AdamW (decoupled decay, Loshchilov & Hutter, arXiv
          1711.05101). Decay goes to matrices only, not to norms and biases.
          Without master weights bf16 parameters are rounded stochastically: they move by the right amount on average.
+         Clipping waits for the update, which reads the gradients anyway.
 State    Moments exist from the start, so that a checkpoint has the same tensors at every step:
          ``<parameter>.exp_avg``, ``.exp_avg_sq``, and of 8-bit moments ``.exp_avg_scale`` and ``.exp_avg_sq_scale``.
 Checked  tests/optim/test_adamw.py
@@ -11,6 +12,7 @@ Checked  tests/optim/test_adamw.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -43,6 +45,8 @@ class AdamW(Targets):
         self, parameters: Mapping[str, nn.Parameter], settings: OptimizerConfig, *, seed: int = 0
     ) -> None:
         self._moments: dict[str, Moments] = {}
+        self._clip = 1.0
+        """What the next step scales gradients by."""
         super().__init__(parameters, settings, seed=seed)
 
     def _add(self, name: str, parameter: nn.Parameter) -> None:
@@ -56,6 +60,16 @@ class AdamW(Targets):
         moments, like, settings = self._moments[name], self._targets[name], self._settings
         averages = dense(moments.mean, like), dense(moments.square, like)
         return AdamWRule(1.0, *averages, self.num_updates, settings.beta1, settings.beta2, settings.eps)
+
+    def clip(self, norm: float, limit: float) -> None:
+        """Have the next step scale the gradients so that their norm, `norm` now, is at most `limit` (0: no limit)."""
+        if limit > 0 and math.isfinite(norm) and norm > limit:
+            self._clip *= limit / norm
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        super().zero_grad()
+        self._clip = 1.0
 
     def _state(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """End of its name and storage of every state tensor of one parameter."""
@@ -71,7 +85,8 @@ class AdamW(Targets):
     def _numbers(self, lr: float, decayed: bool) -> Step:
         settings = self._settings
         decay = settings.weight_decay if decayed else 0.0
-        return Step(self.num_updates + 1, lr, settings.beta1, settings.beta2, settings.eps, decay)
+        beta1, beta2 = settings.beta1, settings.beta2
+        return Step(self.num_updates + 1, lr, beta1, beta2, settings.eps, decay, self._clip)
 
     def _update(self, gradients: Mapping[str, Tensor], step: Step) -> None:
         fused = [

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from scrimp.config import Architecture, OptimizerConfig
+from scrimp.formats.moment_codes import BLOCK
 from scrimp.gemm.problem import DTYPES
 from scrimp.models import place
 from scrimp.optim.adamw import AdamW
-from scrimp.optim.moments import BLOCK
 from scrimp.optim.scratch import sum_scratch, update_scratch
 from scrimp.optim.streaming import Homes, StreamedAdamW
 from scrimp.optim.update import PIECE_ELEMENTS

@@ -52,7 +52,8 @@ class Optimizer(OptimizerView, Protocol):
         ...
 
     def clip(self, norm: float, limit: float) -> None:
-        """Scale the gradients so that their norm, `norm` now, is at most `limit` (0: no limit)."""
+        """Scale the gradients, now or by the next `step`, so that their norm, `norm` now, is at most `limit` (0: no
+        limit)."""
         ...
 
     def step(self, lr: float) -> None:

@@ -38,24 +38,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from scrimp.formats.moment_codes import (
+    BLOCK,
+    DROPPED_BITS,
+    MARGIN,
+    SHIFT,
+    SHIFT_CODE,
+    SMALLEST_SCALE,
+    STEP,
+    TOP_SIGNED,
+    TOP_UNSIGNED,
+)
 from scrimp.optim.stochastic_rounding import Scratch, high_bits, to_bf16
 
 MomentFormat = Literal["fp32", "bf16", "8bit"]
-BLOCK = 128
-"""Elements of a row that share a scale."""
-_DROPPED_BITS = 19
-"""Mantissa bits that are dropped: 4 of fp32's 23 stay."""
-_SHIFT = 2.0**-15
-"""c: 112 << 4 in the upper bits of fp32, a multiple of 256, so that a byte's wrap-around subtracts it."""
-_SHIFT_CODE = 112 << 4
-_STEP = _SHIFT / 16
-"""The smallest step in y."""
-_TOP = {torch.int8: 2.0**-7 * (1 - 1 / 32) - _SHIFT, torch.uint8: 2.0 * (1 - 1 / 32) - _SHIFT}
-"""Largest |x| / s that the codes reach."""
-_MARGIN = 1 + 2.0**-18
-"""Keeps a block's largest number below `_TOP` whatever its scaling rounds to."""
-_SMALLEST_SCALE = 2.0**-120
-
+_TOP = {torch.int8: TOP_SIGNED, torch.uint8: TOP_UNSIGNED}
 
 Place = tuple[slice, slice]
 """Rows and columns of a piece; columns begin at a multiple of `BLOCK`."""
@@ -122,8 +119,8 @@ class BlockMoment:
         if stored.dtype == torch.int8:
             signs = scratch.integers("signs", (codes.shape[0], codes.shape[1]))
             codes.bitwise_xor_(torch.bitwise_right_shift(codes, 31, out=signs))
-        codes.bitwise_left_shift_(_DROPPED_BITS).add_(_SHIFT_CODE << _DROPPED_BITS)
-        out.sub_(_SHIFT)
+        codes.bitwise_left_shift_(DROPPED_BITS).add_(SHIFT_CODE << DROPPED_BITS)
+        out.sub_(SHIFT)
         if stored.dtype == torch.int8:
             out.copysign_(stored)
         _by_blocks(out, self._scales(place).float())
@@ -142,9 +139,9 @@ class BlockMoment:
         self._scales(place).copy_(scales)
         _by_blocks(y, torch.where(scales > 0, 1 / scales, 0.0))
         if dtype == torch.uint8:
-            y.clamp_(min=_STEP)
-        codes = y.add_(_SHIFT).view(torch.int32)
-        codes.add_(high_bits(hashes, _DROPPED_BITS, scratch)).bitwise_right_shift_(_DROPPED_BITS)
+            y.clamp_(min=STEP)
+        codes = y.add_(SHIFT).view(torch.int32)
+        codes.add_(high_bits(hashes, DROPPED_BITS, scratch)).bitwise_right_shift_(DROPPED_BITS)
         if dtype == torch.int8:
             codes.bitwise_xor_(signs)
         as_matrix(self.codes)[place].copy_(codes)  # of an int32, a byte keeps the lowest 8 bits
@@ -218,10 +215,10 @@ def dense(moment: Moment, like: Tensor) -> Tensor:
 
 
 def _scales_of(largest: Tensor, top: float) -> Tensor:
-    """bfloat16 numbers s, as float32, with largest / s just within `top`; 0 where all is zero."""
-    scales = (largest * (_MARGIN / top)).clamp_(min=_SMALLEST_SCALE)
+    """bfloat16 numbers s, as float32, with largest / s just within `top`; 0 where all is zero, a NaN where one is."""
+    scales = (largest * (MARGIN / top)).clamp_(min=SMALLEST_SCALE)
     scales.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
-    return scales.mul_(largest > 0)
+    return torch.where(largest > 0, scales, largest)  # a NaN may have rounded to zero
 
 
 def _largest_by_block(values: Tensor) -> Tensor:

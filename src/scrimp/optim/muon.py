@@ -44,6 +44,7 @@ from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.optim.newton_schulz import matched_rate, orthogonalised
 from scrimp.optim.shared_maps import Map, SharedMaps, WholeMaps, maps_of, sharing_group, stacked_rows
 from scrimp.optim.targets import Targets
+from scrimp.optim.update import clip
 from scrimp.optim.update_rules import MuonRule
 from scrimp.profiler.memory_trace import GradientSums, Tracing
 from scrimp.profiler.memory_trace.stand_ins import DeviceFunctions
@@ -131,6 +132,7 @@ class Muon(AdamW):
     def _update_by(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         super()._update_by({n: g for n, g in gradients.items() if n not in self._buffers}, lr)
         settings = self._settings
+        clip([gradient for name, gradient in gradients.items() if name in self._buffers], self._clip)
 
         def move(name: str, rows: slice) -> Tensor:
             average, gradient = self._buffers[name][rows], gradients.get(name)

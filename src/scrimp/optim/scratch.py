@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from scrimp.optim.moments import BLOCK
+from scrimp.formats.moment_codes import BLOCK
 
 _BEFORE_NOISE = 4
 """Arrays of an update that exist when the first hashes are made: gradient, other, mean, square."""

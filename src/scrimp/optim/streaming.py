@@ -26,7 +26,6 @@ Checked  tests/optim/test_streaming.py, test_cpu_update.py
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -128,7 +127,6 @@ class StreamedAdamW(AdamW):
         self._host_weights: dict[str, _HostWeight] = {}
         """Host values of the parameters that the CPU updates."""
         self._slots: dict[str, GradientSlot] = {}
-        self._clip_factor = 1.0
         super().__init__(parameters, settings, seed=seed)
         slots = {block: [self.slot(name) for name in self._names[block]] for block in sorted(homes.gradients)}
         self.host_gradients = HostGradients(slots, homes.arena, homes.link)
@@ -190,12 +188,6 @@ class StreamedAdamW(AdamW):
         norms = {name: here.get(name, at_home.get(self.slot(name).like)) for name in self._targets}
         return {name: norm for name, norm in norms.items() if norm is not None}
 
-    def clip(self, norm: float, limit: float) -> None:
-        """Clip like `AdamW.clip`; gradients at home are scaled when they come."""
-        super().clip(norm, limit)
-        clips = limit > 0 and math.isfinite(norm) and norm > limit
-        self._clip_factor = limit / norm if clips else 1.0
-
     def step(self, lr: float) -> None:
         """One update at learning rate `lr`; gradients that live on the host are gone afterwards.
 
@@ -233,7 +225,6 @@ class StreamedAdamW(AdamW):
         """Free the gradients, here and at home."""
         super().zero_grad()
         self.host_gradients.clear()
-        self._clip_factor = 1.0
 
     def close(self) -> None:
         """End the CPU's thread."""
@@ -253,11 +244,6 @@ class StreamedAdamW(AdamW):
             guest.ready()
         if block in self._homes.gradients:
             self.host_gradients.arrive(block)
-            if self._clip_factor != 1.0:
-                here = super().gradients()
-                torch._foreach_mul_(
-                    [here[name] for name in self._names[block] if name in here], self._clip_factor
-                )
 
     # -- on the CPU ----------------------------------------------------------------------------
 
@@ -267,19 +253,14 @@ class StreamedAdamW(AdamW):
         for block in reversed(self._cpu.blocks):
             sums = dict(zip(self._names[block], self.host_gradients.at_home(block), strict=True))
             found = {name: sum_ for name, sum_ in sums.items() if sum_ is not None}
-            self._cpu.begin(block, partial(self._update_on_cpu, block, found, lr, self._clip_factor))
+            self._cpu.begin(block, partial(self._update_on_cpu, block, found, lr))
 
     @torch.no_grad()
-    def _update_on_cpu(
-        self, block: int, sums: Mapping[str, tuple[Tensor, Ticket]], lr: float, factor: float
-    ) -> None:
+    def _update_on_cpu(self, block: int, sums: Mapping[str, tuple[Tensor, Ticket]], lr: float) -> None:
         """One block, in the CPU's thread: reads and writes nothing but what lives on the host."""
         for _, sent in sums.values():
             sent.finish()
-        gradients = {name: sum_ for name, (sum_, _) in sums.items()}
-        if gradients and factor != 1.0:
-            torch._foreach_mul_(list(gradients.values()), factor)
-        self._update_by(gradients, lr)
+        self._update_by({name: sum_ for name, (sum_, _) in sums.items()}, lr)
         if self._settings.master_weights:
             for name in self._names[block]:
                 self._host_weights[name].values.copy_(self._targets[name])

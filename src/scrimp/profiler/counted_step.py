@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -100,6 +100,10 @@ class KernelCounter(TorchDispatchMode):
         """What was counted since the last time."""
         found, self.work = self.work, Work()
         return found
+
+    def kernel(self, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
+        """Count a kernel of a GPU that does not run here."""
+        self.work += Work(1, moved=sum(one.nbytes for one in (*read, *written)))
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """CUDA's RMSNorm, of which nothing but the kernels is true: for `scrimp.models.functions.plain_operations`."""

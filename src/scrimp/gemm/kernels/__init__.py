@@ -1,4 +1,4 @@
-"""Triton kernels: quantizers that read memory once, the GEMM over their codes, sums of gradients, the loss.
+"""Triton kernels: quantizers that read memory once, the GEMM over their codes, sums of gradients, AdamW, the loss.
 
 The meaning of every number is `scrimp.formats`; these kernels give the same codes and scales, bit for
 bit. They run on CUDA devices from compute capability 8.9 on (FP8 conversions), and anywhere in
@@ -19,6 +19,7 @@ from scrimp.errors import DeviceError
 from scrimp.gemm.kernels.launch import ColumnTiles, RowTiles, ScaledRows, WeightBlocks
 
 if TYPE_CHECKING:
+    from scrimp.gemm.kernels.adamw import update_adamw
     from scrimp.gemm.kernels.block_scaled import quantize_blocks
     from scrimp.gemm.kernels.fake_quantize import fake_quantize_groups, tensor_amax
     from scrimp.gemm.kernels.loss import cross_entropy
@@ -43,6 +44,7 @@ __all__ = [
     "tensor_amax",
     "tune",
     "tuning_bytes",
+    "update_adamw",
 ]
 
 _HOMES = {
@@ -57,6 +59,7 @@ _HOMES = {
     "tensor_amax": "fake_quantize",
     "tune": "matmul",
     "tuning_bytes": "matmul",
+    "update_adamw": "adamw",
 }
 
 

@@ -74,9 +74,6 @@ class Software:
     """For each number of a weight, to add up its gradient in a pass, by the product itself."""
     optimizer_bytes: float
     """For each number, to update it and to clip."""
-    updates: tuple[tuple[str, float], ...]
-    """The same without the clip, counted, for states in other formats than fp32, by their name; of those that are not
-    named each is read and written once."""
     states: StateFormats = field(default_factory=StateFormats)
     """In which formats weights and moments are kept; another program's file says what it does."""
     states_by_block: bool
@@ -292,7 +289,6 @@ def in_states(found: Software, states: StateFormats) -> Software:
             expected=f"software {', '.join(OWN)}",
             do="leave states out, or name one of these",
         )
-    update = dict(found.updates).get(states.name, states.update_bytes)
     return replace(
         found,
         states=states,
@@ -300,7 +296,7 @@ def in_states(found: Software, states: StateFormats) -> Software:
         master_bytes=states.master_bytes,
         held_gradient_bytes=states.gradient_bytes,
         gradient_sum_bytes=states.sum_bytes,
-        optimizer_bytes=update + states.clip_bytes,
+        optimizer_bytes=states.update_bytes + states.clip_bytes,
     )
 
 
@@ -323,7 +319,6 @@ def software(name: str) -> Software:
     for names_of in ("cp_methods", "whole_exchanges"):
         values[names_of] = tuple(values[names_of])
     values["products"] = tuple(map(tuple, values["products"]))
-    values["updates"] = tuple(values["updates"].items())
     values["quantize"] = tuple(
         (name, tuple(map(tuple, figures))) for name, figures in values["quantize"].items()
     )

@@ -7,13 +7,14 @@ Method   `train.parameters = bf16` with m bytes of both moments, w of what is up
 
              states      m, and 4 of a master
              sum         2 + 2 g: a gradient in bf16 is read, the sum read and written
-             update      2 m + 2 w + g, and 6 from a master to its weight; 3 g for the norm and the clip
+             update      2 m + 2 w + g, and 6 from a master to its weight; g for the norm, 2 g for the clip
 
-         each read and written once, as one fused kernel does. Where a program's file has counted what its own
-         operators take (`updates`), that stands instead.
+         each read and written once, as one fused kernel does: torch's for what is all in float32, else
+         `scrimp.gemm.kernels.adamw`, which clips as it reads.
 Limits   Scrimp's own step alone: the files of other programs say what they keep. Scales of 8-bit moments are two bytes
          for 128 numbers. Muon and GaLore have other states.
-Checked  tests/planner/layout/test_state_formats.py: against the optimizer's own account, and counts of its updates
+Checked  tests/planner/layout/test_state_formats.py: against the optimizer's own account, and the tensors that its
+         kernel is given
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class StateFormats:
 
     @property
     def clip_bytes(self) -> float:
-        """Bytes moved for each number by the gradients' norm and the clip."""
-        return 3.0 * self.gradient_bytes
+        """Bytes moved for each number by the gradients' norm, and by a clip that the update does not do."""
+        return self.gradient_bytes * (3.0 if self.are_usual else 1.0)
 
 
 def run_states(optimizer: ResolvedOptimizer) -> StateFormats:

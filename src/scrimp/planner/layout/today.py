@@ -1,9 +1,8 @@
-"""How long a step of Scrimp takes as its quantization and its updates run today.
+"""How long a step of Scrimp takes as its quantization runs today.
 
 Problem  Scrimp's own step (`softwares/scrimp.toml`) is predicted with operands quantized by one fused kernel for each
          pass. Groups (MX, NVFP4) have no such kernels yet: they run operator by operator, which moves 15 to 70
          times as many bytes, so that a plan may be faster than bf16 in the prediction and slower when it is trained.
-         So do updates of moments below fp32, and sums of gradients without masters.
 Method   The same setting with the counts of `softwares/scrimp-today.toml`.
 Limits   A plan is searched with fused kernels; today's best may be another one.
 Checked  tests/planner/layout/test_today.py
@@ -23,15 +22,14 @@ _EQUAL = 1.001
 
 
 def seconds_today(setting: Setting, predicted: float) -> float | None:
-    """Seconds of the step with quantization and updates as they run today; None: no longer, or another program's step.
+    """Seconds of the step with quantization as it runs today; None: no longer, or another program's step.
 
     Args:
         predicted: seconds of the step with fused kernels.
     """
     formats = {setting.precision, *(recipe for one in setting.blocks for _, recipe in one.formats)}
-    states = setting.software.states
-    if setting.software.name != "scrimp" or (formats <= set(HIGH_PRECISION) and states.are_usual):
+    if setting.software.name != "scrimp" or formats <= set(HIGH_PRECISION):
         return None
-    program = in_states(software("scrimp-today"), states)
+    program = in_states(software("scrimp-today"), setting.software.states)
     today = predict(dataclasses.replace(setting, software=program)).step_seconds
     return today if today > _EQUAL * predicted else None
