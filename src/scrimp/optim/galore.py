@@ -46,7 +46,7 @@ from scrimp.optim.low_rank import LowRankState, direction, state_shapes
 from scrimp.optim.owned_states import OwnedStates, Shapes
 from scrimp.optim.shared_maps import Map, SharedMaps, WholeMaps, maps_of, sharing_group, stacked_rows
 from scrimp.optim.targets import Targets
-from scrimp.optim.update import Step
+from scrimp.optim.update import Step, clip
 from scrimp.optim.update_rules import LowRankRule
 from scrimp.parts import TensorPart
 from scrimp.profiler.memory_trace import GradientSums, Tracing
@@ -166,6 +166,7 @@ class GaLore(AdamW):
     def _update_by(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         super()._update_by({n: g for n, g in gradients.items() if n not in self._rows}, lr)
         settings, step = self._settings, self._numbers(lr, decayed=True)
+        clip([gradient for name, gradient in gradients.items() if name in self._rows], self._clip)
         refresh = self.num_updates % settings.refresh_every == 0
 
         def move(name: str, rows: slice) -> Tensor:

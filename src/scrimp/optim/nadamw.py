@@ -26,7 +26,7 @@ from torch import Tensor
 from scrimp.config import Architecture, OptimizerConfig
 from scrimp.optim.adamw import AdamW
 from scrimp.optim.adamw_run import AdamWMemory
-from scrimp.optim.update import Step
+from scrimp.optim.update import Step, clip
 from scrimp.optim.update_rules import AdamWRule
 from scrimp.profiler.memory_trace import Tracing
 from scrimp.profiler.memory_trace.stand_ins import DeviceFunctions
@@ -59,6 +59,7 @@ class NAdamW(AdamW):
 
     @torch.no_grad()
     def _update(self, gradients: Mapping[str, Tensor], step: Step) -> None:
+        clip(list(gradients.values()), step.clip)
         for name, gradient in gradients.items():
             averages = self._moments[name].tensors()
             move(self._targets[name], gradient, averages["exp_avg"], averages["exp_avg_sq"], step)
