@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from scrimp.cli.commands import Generate, Train
+from scrimp.cli.commands import Train
+from scrimp.cli.model_commands import Generate
 from scrimp.cli.parse import explain, flags_of
 from scrimp.config import Config, leaves, load_config, nearest_key, parse_config
 from scrimp.config.elsewhere import _ANSWERS, answer_for

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from scrimp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from scrimp.cli.commands import Evaluate
+    from scrimp.cli.model_commands import Evaluate
 
 
 def refuse_options_of_others(command: Evaluate) -> None:

@@ -27,7 +27,7 @@ from scrimp.training.run_folder import saved_config
 from scrimp.training.trained_weights import is_run, open_target
 
 if TYPE_CHECKING:
-    from scrimp.cli.commands import Evaluate
+    from scrimp.cli.model_commands import Evaluate
 
 HARNESS = "lm-eval:"
 _SEEDS = ("run.seed", "run.rounding_seed")
