@@ -145,7 +145,7 @@ def test_bad_addresses(line: str, why: str) -> None:
         "bar.warp.sync 15;",
         "add.f32 %r4, %r1, %r1;",
         "mul.rn.ftz.f32 %r4, %r1, %r1;",
-        "max.f32 %r4, %r1, %r1;",
+        "min.f32 %r4, %r1, %r1;",
         "setp.ne.f32 %p1, %r1, %r1;",
         "ret;\nmov.b32 %r4, 0;",
         "ld.volatile.global.b32 %r4, [%rd3];",
