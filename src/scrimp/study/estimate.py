@@ -297,8 +297,10 @@ def _probe(study: Study, variant: Variant, threads: int, *, trusts: bool) -> Pro
 
 
 def _without_needed(study: Study, variant: Variant, settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without the runs that they name, which are not there yet: of the same model, without teachers."""
+    """Settings without the runs that they name, which are not there yet: of the same model and tokenizer, without
+    teachers."""
     for key in variant.naming:
+        settings["data.vocab_size"] = variant.settings.get("data.vocab_size")
         del settings[key]
         if key == "model.weights":
             like = study.named(variant.needs[0]).settings
