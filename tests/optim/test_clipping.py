@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 
 import pytest
 import torch
@@ -58,19 +57,3 @@ def test_clipped_gradients_move_as_small_ones(name: str) -> None:
     clipped, small = (weights_after(name, clips=clips) for clips in (True, False))
     for key, weight in clipped.items():
         torch.testing.assert_close(weight, small[key], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_clip_is_forgotten_after_its_step(name: str) -> None:
-    model = build_model(SMALL)
-    build = importlib.import_module(OPTIMIZERS[name].module).build
-    settings = OptimizerConfig(name=name, master_weights=False, moments="fp32", rank=8)
-    optimizer = build(Executable(model, torch.device("cpu"), "fp32"), settings, seed=0)
-    for expected in (8.0, 8.0):
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        norm = optimizer.gradient_norm()
-        assert norm == pytest.approx(math.sqrt(sum(one.numel() for one in model.parameters())))
-        optimizer.clip(norm, norm / expected)
-        optimizer.step(0.0)
-        optimizer.zero_grad()

@@ -26,7 +26,8 @@ def test_a_planted_law_is_found_again(limit: float, share: float, exponent: floa
     found = fit(SIZES, [[planted.at(x)] * seeds for x in SIZES])
     assert found.limit == pytest.approx(limit, rel=1e-3)
     assert found.exponent == pytest.approx(exponent, rel=0.02)
-    assert found.x_of(planted.at(5e7)) == pytest.approx(5e7, rel=0.05)
+    assert found.at(5e7) == pytest.approx(planted.at(5e7), rel=1e-3)
+    assert found.x_of(found.at(2e6)) == pytest.approx(2e6, rel=1e-6)
 
 
 def test_the_interval_of_the_limit_holds_the_planted_one_about_as_often_as_it_says() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from pathlib import Path
@@ -15,6 +16,8 @@ from scrimp.data import evaluation_batches
 from scrimp.errors import ScrimpError
 from scrimp.models.model import Model, build_model
 from scrimp.study.combined import average, held_out_loss
+from scrimp.study.definition import parse_study
+from scrimp.study.estimate import probe_all
 from scrimp.study.rows import read_rows
 from scrimp.training.run_data import open_run_corpus
 from scrimp.training.run_folder import saved_config
@@ -117,6 +120,32 @@ def test_students_and_runs_that_go_on_find_what_they_need(results: Path) -> None
     assert teachers == ",".join(str(results / "runs" / f"{name}-seed5") for name in ("two", "three"))
     assert row(results, "longer") < row(results, "two")
     assert row(results, "student") != row(results, "one")
+
+
+def test_models_that_do_not_go_together_are_a_row_with_the_reason(results: Path, tmp_path: Path) -> None:
+    corpus, cache = results.parent / "corpus.txt", results.parent / "cache"
+    other = [
+        "train",
+        *TINY,
+        f"--data.source={corpus}",
+        f"--data.cache={cache}",
+        f"--run.dir={tmp_path / 'run'}",
+    ]
+    done = scrimp(*other, "--train.steps=1", "--model.vocab-size=512", "--data.held-out=0.1")
+    assert done.returncode == 0, done.stderr
+    for is_merge, says in ((True, "no merge"), (False, "no ensemble")):
+        with pytest.raises(ScrimpError, match=says):
+            held_out_loss([results / "runs" / "one-seed5", tmp_path / "run"], is_merge=is_merge)
+
+
+def test_first_steps_of_students_read_the_words_of_their_teachers(results: Path, tmp_path: Path) -> None:
+    text = (results / "study.toml").read_text()
+    text = text.replace('data.tokenizer = "bytes"', "data.vocab_size = 300")
+    study = parse_study(text, name="mine", where="mine.toml")
+    kept = tuple(one for one in study.variants if one.name in ("one", "two", "three", "student", "longer"))
+    study = dataclasses.replace(study, variants=kept)
+    probes = probe_all(study, tmp_path, 1, lambda said: None, trusts=False)
+    assert len({probe.data for probe in probes.values()}) == 1
 
 
 def test_a_combination_of_what_is_not_there_is_refused(results: Path) -> None:

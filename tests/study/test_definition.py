@@ -291,7 +291,7 @@ REFUSED = {
     "a variant of no submission": (LIST + '[submissions]\nmine = ["bf16"]\n', "every variant once", None),
     "unequal trials": (
         LIST + '[[variants]]\nname = "c"\n[submissions]\nmine = ["bf16", "c"]\ntheirs = ["fp8"]\n',
-        "other numbers of trials",
+        "different numbers of trials",
         None,
     ),
     "too many": ("seeds = 9000\n" + LIST, "too many runs", None),

@@ -9,9 +9,10 @@ import pytest
 from fakes import PROBE, FakePlaces, Watched, write_finished
 
 from scrimp.errors import ConfigError
-from scrimp.study.conduct import begin, conduct
+from scrimp.study.conduct import begin, conduct, jobs_of
 from scrimp.study.definition import Study, parse_study
-from scrimp.study.job import Job
+from scrimp.study.job import Job, refuse_other_settings
+from scrimp.study.rounds import round_of
 from scrimp.study.rows import Row, read_rows
 
 HEAD = """
@@ -39,6 +40,9 @@ ENSEMBLE = """
 name = "both"
 ensemble = ["plain", "other"]
 """
+
+
+NAMES = ("plain", "other", "longer")
 
 
 def study_of(text: str) -> Study:
@@ -115,11 +119,48 @@ def test_a_digest_covers_the_runs_that_are_needed() -> None:
         (RUNS + ENSEMBLE + "optimizer.lr = 1e-3\n", "settings of a run of its own"),
         (RUNS.replace("draw = 1", "draw = -1"), "draw of other"),
         (RUNS + STUDENT + "[halving]\nfactor = 2\n", "needs runs of other variants"),
+        (RUNS + '[trunk]\nobjective.teachers = "run:plain"\n', "the trunk in mine.toml needs runs"),
+        (RUNS.replace('"other"', '"a,b"') + STUDENT.replace("run:other", "run:a,b"), "without a comma"),
     ],
 )
 def test_what_cannot_be_needed_is_refused(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         study_of(text)
+
+
+def test_seeds_that_are_other_draws_are_refused() -> None:
+    with pytest.raises(ConfigError, match="too large beside a draw"):
+        parse_study(HEAD.replace("seeds = 2", f"seeds = [{2**40}]") + RUNS, name="mine", where="mine.toml")
+
+
+def test_beside_a_trunk_members_are_the_runs_alone(tmp_path: Path) -> None:
+    study = study_of(RUNS + ENSEMBLE + "[trunk]\ntrain.steps = 5\n")
+    probes = {one.name: PROBE for one in study.runs_of_a_seed}
+    jobs = jobs_of(study, round_of(study, {}, 0), tmp_path, probes, at_once=1, trusts=False)
+    needs = {job.variant: [name for name, _, _ in job.needs] for job in jobs}
+    assert needs == {"trunk": [], "plain": ["trunk"], "other": ["trunk"], "both": ["plain", "other"]}
+
+
+def test_a_run_that_began_from_another_one_is_not_taken_over(tmp_path: Path) -> None:
+    """Where runs lie may change, which they are may not."""
+    text = RUNS + '[[variants]]\nname = "longer"\nmodel.weights = "run:plain"\n'
+    first, second = study_of(text), study_of(text.replace("run:plain", "run:other"))
+    job, moved, other = (
+        next(
+            job
+            for job in jobs_of(
+                study, round_of(study, {}, 0), folder, dict.fromkeys(NAMES, PROBE), at_once=1, trusts=False
+            )
+            if job.variant == "longer"
+        )
+        for study, folder in ((first, tmp_path), (first, tmp_path / "moved"), (second, tmp_path))
+    )
+    job.run_folder.mkdir(parents=True)
+    (job.run_folder / "config.toml").touch()
+    job.settings_file.write_text(moved.toml)
+    refuse_other_settings(job)
+    with pytest.raises(ConfigError, match="begun with other settings"):
+        refuse_other_settings(other)
 
 
 def test_a_combined_control_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Distillation in real runs: what a teacher changes, resuming, memory, and teachers that do not do."""
+"""Distillation in real runs: what a teacher changes, resuming, memory, and teachers that are refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tiny_run import flags, losses, records, scrimp, write_corpus
 
 from scrimp.cli import main
 from scrimp.config import load_config
+from scrimp.models.model import build_model
 from scrimp.training.setup import decide
 from scrimp.training.trained_weights import architecture_of_weights
 
@@ -27,7 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a run of 30 steps to learn from, a plain run of four, and one that learns from the first."""
     folder = tmp_path_factory.mktemp("distill")
     corpus = write_corpus(folder)
-    assert main(flags(corpus, folder / "teacher", "--train.steps=30", "--run.seed=7")) == 0
+    teacher = ("--train.steps=30", "--run.seed=7", "--model.context=128")
+    assert main(flags(corpus, folder / "teacher", *teacher)) == 0
     assert main(flags(corpus, folder / "plain", *STEPS)) == 0
     assert main(student(folder, "taught", str(folder / "teacher"))) == 0
     return folder
@@ -79,19 +81,14 @@ def test_a_teacher_that_was_trained_further_is_refused_on_resuming(
     assert "what objective.teachers names has changed" in capsys.readouterr().err
 
 
-def test_the_account_has_the_teachers_weights(folder: Path) -> None:
+def test_the_account_has_what_teachers_take(folder: Path) -> None:
     plain, taught = (decide(load_config(folder / name / "config.toml")) for name in ("plain", "taught"))
-    weights = 4 * sum(parameter.numel() for parameter in _model(folder / "teacher").parameters())
-    costs = taught.memory.costs
-    assert costs.resident - plain.memory.costs.resident == weights
-    tokens, width = taught.micro_batch_tokens, architecture_of_weights(folder / "teacher").width
-    assert costs.ends.head_peak - plain.memory.costs.ends.head_peak >= 4 * tokens * width
-
-
-def _model(run: Path):  # type: ignore[no-untyped-def]
-    from scrimp.models.model import build_model
-
-    return build_model(architecture_of_weights(run))
+    architecture = architecture_of_weights(folder / "teacher")
+    weights = sum(one.numel() for one in build_model(architecture).parameters())
+    tokens, before, costs = taught.micro_batch_tokens, plain.memory.costs, taught.memory.costs
+    assert costs.resident - before.resident == 4 * (weights + tokens * architecture.width)
+    # Their logits, and the probabilities that these become.
+    assert costs.ends.head_peak - before.ends.head_peak >= 4 * tokens * architecture.vocab_size
 
 
 @pytest.mark.parametrize(
@@ -104,9 +101,10 @@ def _model(run: Path):  # type: ignore[no-untyped-def]
         (["--objective.teacher-weight=0"], "out of range"),
         (["--data.tokenizer=bpe", "--data.vocab-size=300"], "does not have the tokenizer of the data"),
         (["--model.vocab-size=512"], "another number of words"),
+        (["--train.sequence=256"], "shorter context"),
     ],
 )
-def test_teachers_that_do_not_do_are_refused_before_a_folder_is_made(
+def test_unfit_teachers_are_refused_before_a_folder_is_made(
     folder: Path, more: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     teacher = str(folder / "teacher")
@@ -122,7 +120,7 @@ def test_teachers_that_do_not_do_are_refused_before_a_folder_is_made(
 @pytest.mark.slow
 def test_ranks_learn_what_one_process_learns(folder: Path) -> None:
     words = student(folder, "ranks", str(folder / "teacher"), "--layout.fsdp=2")
-    done = scrimp("launch", "--ranks=2", "--", *words)
+    done = scrimp("launch", "--ranks=2", *words)
     assert done.returncode == 0, done.stderr
     assert list(losses(folder / "ranks").values()) == pytest.approx(
         list(losses(folder / "taught").values()), rel=1e-5

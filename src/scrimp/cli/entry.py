@@ -56,6 +56,7 @@ Scrimp trains language models with the bits, bytes and devices you have.
   export-layout SOURCE OUT      a plan of a layout for TorchTitan or Megatron-Bridge
   report RUN                    a run's report.html
   study FILE|NAME               variants of a run over seeds: intervals, paired differences, verdicts
+  score FOLDER ...              who reaches a loss first, over finished studies
   doctor                        which number formats work on this device, and how fast
 
 scrimp COMMAND --help explains a command's options; scrimp --version prints the version."""

@@ -11,7 +11,7 @@ from scrimp.cli.show import plain_console, say
 from scrimp.config.read_toml import expand_home
 from scrimp.errors import ConfigError
 from scrimp.files import make_folder
-from scrimp.recipes import PREFIX, file_of, findings, is_recipe
+from scrimp.recipes import PREFIX, check, file_of, findings, is_recipe
 from scrimp.study.announce import announcement
 from scrimp.study.conduct import RUNS, STUDY_FILE, begin, conduct, lock_folder, rows_of, study_of
 from scrimp.study.definition import Study, load_study, shipped_studies
@@ -77,13 +77,16 @@ def study(command: StudyCommand) -> int:
 
 def _load(command: StudyCommand) -> Study:
     """The study of a recipe, a file, or a name."""
-    if not is_recipe(command.study):
-        return load_study(command.study, command.set)
-    name = command.study.removeprefix(PREFIX)
-    return load_study(str(file_of(command.study, "study")), command.set, name=name)
+    if is_recipe(command.study):
+        name = command.study.removeprefix(PREFIX)
+        return load_study(str(file_of(command.study, "study")), command.set, name=name)
+    found = load_study(command.study, command.set)
+    check(found.recipe)
+    return found
 
 
 def _report(found: Study, folder: Path) -> int:
+    check(found.recipe)
     rows = rows_of(found, folder)
     if not rows:
         raise ConfigError(

@@ -70,11 +70,12 @@ class Objective(Protocol):
     def count(self, batch: Batch) -> int:
         """What the sums of a micro-batch are sums over; its tensors are still on the host."""
 
-    def resident_bytes(self, parameters: str) -> int:
-        """Bytes that the loss has on the device all the time, besides the trained model, such as other models.
+    def resident_bytes(self, parameters: str, tokens: int) -> int:
+        """Bytes that the loss has on the device all through a step, besides the trained model, such as other models.
 
         Args:
             parameters: format of the trained parameters.
+            tokens: of a micro-batch.
         """
 
     def head_passes(self, num_tokens: int, chunk: int) -> int:

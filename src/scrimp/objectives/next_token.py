@@ -60,7 +60,7 @@ class NextToken:
         """The real targets."""
         return batch.num_targets
 
-    def resident_bytes(self, parameters: str) -> int:
+    def resident_bytes(self, parameters: str, tokens: int) -> int:
         """None."""
         return 0
 

@@ -30,7 +30,7 @@ class Taught:
     weight: float
     """Share of the loss that is theirs, 0 to 1."""
     probabilities: Tensor
-    """Of each word, shape (Q, V), in float32 or wider."""
+    """The probability of each word, shape (Q, V), in float32 or wider."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SoftTargets:
     """Each teacher's head, shape (V, D)."""
 
     def probabilities(self, rows: slice) -> Tensor:
-        """Of these tokens, shape (Q, V)."""
+        """What the teachers give each word behind these tokens, shape (Q, V)."""
         return torch.softmax(self.logits(rows), dim=-1)
 
     @running

@@ -64,7 +64,7 @@ class AdamW(Targets):
     def clip(self, norm: float, limit: float) -> None:
         """Have the next step scale the gradients so that their norm, `norm` now, is at most `limit` (0: no limit)."""
         if limit > 0 and math.isfinite(norm) and norm > limit:
-            self._clip *= limit / norm
+            self._clip = limit / norm
 
     def zero_grad(self) -> None:
         """Free the gradients."""

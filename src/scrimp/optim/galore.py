@@ -198,7 +198,7 @@ class LowRankMemory:
     """Bytes of what AdamW updates."""
     rank: int
     keeps_rest: bool = False
-    """Of Fira."""
+    """Whether it is Fira, which moves by what the projector leaves out too."""
     is_shared: bool = False
     """Whether ranks have parts of the matrices."""
 

@@ -143,9 +143,9 @@ class LowRankRule:
     lr: float
     scale: float
     rows: tuple[int, ...]
-    """Of each map that has a projector of its own."""
+    """Rows of each map that has a projector of its own."""
     states: tuple[LowRankState, ...]
-    """Of each map."""
+    """The state of each map."""
     step: Step
     """The next one."""
     is_linear = False

@@ -9,7 +9,7 @@ A recipe is a folder here:
 Underscores of the folder are hyphens of the name. A study that names its recipe (`recipe = "NAME"`) ends with the lines
 that the folder's `findings(results)` makes of its results.
 
-Checked  tests/recipes/test_recipes.py
+Checked  tests/recipes/test_recipe_files.py
 """
 
 from __future__ import annotations
@@ -48,12 +48,18 @@ def file_of(word: str, kind: Literal["train", "study"]) -> Path:
     return _folder(word.removeprefix(PREFIX)) / f"{kind}.toml"
 
 
-def findings(results: Results) -> Sequence[str]:
-    """What the recipe of a study says of its results; nothing of a study without one.
+def check(name: str) -> None:
+    """Refuse the recipe that a study names where there is none; empty: it names none.
 
     Raises:
-        ConfigError: the study names a recipe that there is not.
+        ConfigError: there is no such recipe.
     """
+    if name:
+        _folder(name)
+
+
+def findings(results: Results) -> Sequence[str]:
+    """What the recipe of a study says of its results; nothing of a study without one."""
     name = results.study.recipe
     if not name:
         return ()

@@ -12,7 +12,7 @@ from scrimp.config import Config, check_values, nearest_word, ranks_of, replace_
 from scrimp.errors import ConfigError, ScrimpError
 from scrimp.study.comparisons import pairs_for_bootstrap
 from scrimp.study.rows import MOST_POINTS
-from scrimp.study.variants import MOST_RUNS, SEEDS_OF_TRUNKS, TRUNK, Variant
+from scrimp.study.variants import MOST_RUNS, SEEDS_OF_DRAWS, SEEDS_OF_TRUNKS, TRUNK, Variant
 
 if TYPE_CHECKING:
     from scrimp.study.definition import Halving, Study
@@ -98,6 +98,12 @@ def _check_trunk(study: Study, trunk: Variant, where: str) -> None:
                 expected="the trunk's, which the study gives it",
                 do="move model.weights to [trunk], or remove [trunk]",
             )
+    if trunk.naming:
+        raise ConfigError(
+            f"the trunk in {where} needs runs that go on from it",
+            got=", ".join(trunk.naming),
+            expected="folders that are there before the study",
+        )
     models = [key for key in trunk.settings if key.startswith("model.") and key != "model.weights"]
     own = [key for key in models if trunk.settings[key] != study.variants[0].settings.get(key)]
     if own:
@@ -122,9 +128,12 @@ def _check_shared(study: Study, where: str) -> None:
     for variant in study.variants:
         keys = {*variant.settings, *control.settings}
         for key in sorted(keys):
-            if key in _MAY_DIFFER or not any(key == one or key.startswith(f"{one}.") for one in shared):
+            may_differ = study.target is None and key in _MAY_DIFFER
+            if may_differ or not any(key == one or key.startswith(f"{one}.") for one in shared):
                 continue
-            mine, of_control = (_as_read(key, one.settings.get(key)) for one in (variant, control))
+            mine, of_control = (one.settings.get(key) for one in (variant, control))
+            if study.target is None:
+                mine, of_control = _as_read(key, mine), _as_read(key, of_control)
             if mine != of_control:
                 raise ConfigError(
                     f"{key} in {where} differs between variants",
@@ -143,7 +152,13 @@ def _as_read(key: str, value: object) -> object:
 
 
 def _check_needs(study: Study, where: str) -> None:
-    """Refuse what does not go with variants that need others' runs."""
+    """Refuse what does not go with further draws, and with variants that need others' runs."""
+    if any(one.draw for one in study.variants) and max(study.seeds) >= SEEDS_OF_DRAWS:
+        raise ConfigError(
+            f"seeds in {where} are too large beside a draw",
+            got=f"{max(study.seeds):,}",
+            expected=f"below {SEEDS_OF_DRAWS:,}: a further draw is a seed as much larger",
+        )
     needing = next((one for one in study.variants if one.needs), None)
     if needing is None:
         return

@@ -1,16 +1,21 @@
 """Models of several runs, evaluated together: the mean of their logits, or one model of the mean of their weights.
 
 Problem  An ensemble and a merge of runs have no run of their own, and yet a held-out loss.
-Method   They are evaluated as each of the runs was at its end: on the same tokens of the same corpus, in the same
-         rows, in the working format. An ensemble runs all models on each batch, as the teachers of a distillation do
+Method   They are evaluated on the tokens on which each of the runs was at its end, in the same rows, in the working
+         format. An ensemble runs all models on each batch, as the teachers of a distillation do
          (`scrimp.objectives.soft_targets`), in float32. A merge adds up the weights in float64, a tensor at a time: one
          model and one tensor are in memory, whatever the number of runs.
-Limits   In this process, on the first member's device; runs of one architecture where weights are averaged.
+         A process of its own does it and ends, so that the study keeps no memory of a GPU.
+Limits   It runs on this machine, on the device that the first run names. Runs whose products were planned are
+         evaluated in the working format, as `scrimp eval` does it.
 Checked  tests/study/test_combined.py
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,20 +40,21 @@ from scrimp.training.distillation import frozen_model, soft_targets
 from scrimp.training.evaluation import evaluate_held_out
 from scrimp.training.run_data import open_run_corpus
 from scrimp.training.run_folder import saved_config
-from scrimp.training.trained_weights import checkpoint_of, finite_weights
+from scrimp.training.trained_weights import architecture_of_weights, checkpoint_of, finite_weights
 from scrimp.world import ALONE
 
 
 def combined_row(job: Job) -> Row:
     """The row of models that are evaluated together."""
     began, folders = time.monotonic(), [job.folder / run_name(name, seed) for name, seed, _ in job.needs]
-    try:
-        loss = held_out_loss(folders, job.how == "merge")
-    except ScrimpError as error:
-        return row_of(job, seconds=time.monotonic() - began, error=f"{error.what}; {error.got}")
-    row = row_of(job, seconds=time.monotonic() - began, error="")
+    words = [sys.executable, "-m", "scrimp.study.combined", str(job.how), *map(str, folders)]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    seconds = time.monotonic() - began
+    if done.returncode:
+        return row_of(job, seconds=seconds, error=" ".join(done.stderr.split())[-400:])
+    loss = float(json.loads(done.stdout.splitlines()[-1]))
     return replace(
-        row,
+        row_of(job, seconds=seconds, error=""),
         error=None,
         figures={job.figure: loss},
         held_out=Curve(steps=[job.steps], values=[loss]),
@@ -56,23 +62,22 @@ def combined_row(job: Job) -> Row:
     )
 
 
-def held_out_loss(folders: Sequence[Path], is_merge: bool) -> float:
+def held_out_loss(folders: Sequence[Path], *, is_merge: bool) -> float:
     """Held-out loss of the runs in these folders together, in nats a token.
 
     Args:
         is_merge: of the mean of their weights; else of the mean of their logits.
 
     Raises:
-        ScrimpError: a run has no checkpoint or no held-out text, or weights of other shapes than the first.
+        ScrimpError: a run has no checkpoint or no held-out text, or a model that does not go with the first.
     """
+    _refuse_others(folders, is_merge=is_merge)
     config = saved_config(folders[0])
     device = resolve_device(config.device).torch_device
     dtype = DTYPES[config.train.parameters]
-    models = [frozen_model(folders[0], device, dtype)] if is_merge else []
+    models = [frozen_model(one, device, dtype) for one in (folders[:1] if is_merge else folders)]
     if is_merge:
         average(models[0], folders)
-    else:
-        models += [frozen_model(one, device, dtype) for one in folders]
     executable = Executable(
         models[0],
         device,
@@ -84,23 +89,25 @@ def held_out_loss(folders: Sequence[Path], is_merge: bool) -> float:
     return evaluate_held_out(executable, corpus, config).loss
 
 
+def _refuse_others(folders: Sequence[Path], *, is_merge: bool) -> None:
+    """Refuse models whose weights have no mean, or whose logits are of other words."""
+    first, *others = map(architecture_of_weights, folders)
+    for folder, one in zip(folders[1:], others, strict=True):
+        if one.vocab_size != first.vocab_size or (is_merge and one != first):
+            raise ModelError(
+                f"{folders[0].name} and {folder.name} are no {'merge' if is_merge else 'ensemble'}",
+                got=f"{one}" if is_merge else f"{one.vocab_size:,} words",
+                expected=f"{first}" if is_merge else f"{first.vocab_size:,} words",
+            )
+
+
 @torch.no_grad()
 def average(model: Model, folders: Sequence[Path]) -> None:
-    """Fill a model with the mean of the weights of runs.
-
-    Raises:
-        ModelError: a run has other tensors than the model.
-    """
+    """Fill a model with the mean of the weights of runs that are of its architecture."""
     parameters = dict(model.named_parameters())
     streams = [finite_weights(checkpoint_of(folder)) for folder in folders]
     for tensors in zip(*streams, strict=True):
-        (name, first), others = tensors[0], tensors[1:]
-        if any(other != name or one.shape != first.shape for other, one in others):
-            raise ModelError(
-                f"{folders[0]} and other runs have different weights",
-                got=f"{name} of shape {list(first.shape)}, and others",
-                expected="runs of one architecture",
-            )
+        (name, first), *others = tensors
         total = first.double()
         for _, one in others:
             total += one
@@ -114,11 +121,24 @@ class Ensemble(NextToken):
     models: tuple[Model, ...] = ()
 
     def loss(self, model: Model, batch: Batch, *, chunk: int = 0) -> LossSums:
-        """Of all models, whichever is given."""
+        """The loss of all models, whichever is given."""
         soft, targets_S = soft_targets(self.models, batch, 1.0), batch.targets_BT.flatten()
-        parts = list(cut(len(targets_S), chunk or len(targets_S)))
         losses = [
             cross_entropy(soft.logits(part), targets_S[part], ignore_index=IGNORED, reduction="sum")
-            for part in parts
+            for part in cut(len(targets_S), chunk or len(targets_S))
         ]
         return LossSums(torch.stack(losses).sum(), torch.zeros(()))
+
+
+def main(how: str, *folders: str) -> int:
+    """Print the loss, or why there is none."""
+    try:
+        print(json.dumps(held_out_loss([*map(Path, folders)], is_merge=how == "merge")))
+    except ScrimpError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -181,7 +181,8 @@ def _settings_of(study: Study, variant: Variant, seed: int, probe: Probe, runs: 
 
 def _needs_of(study: Study, variant: Variant, seed: int) -> tuple[Key, ...]:
     """The runs that have to be there before one of a variant begins."""
-    trunk = [] if study.trunk in (None, variant) else [study.trunk]
+    is_run = variant.combined is None
+    trunk = [study.trunk] if is_run and study.trunk not in (None, variant) else []
     needed = [*trunk, *map(study.named, variant.needs)]
     return tuple((one.name, seed, steps_of(one)) for one in needed if one is not None)
 

@@ -57,6 +57,7 @@ from scrimp.study.comparisons import IntervalName, share_of_error
 from scrimp.study.rows import digest_of
 from scrimp.study.variants import (
     MOST_RUNS,
+    SEEDS_OF_DRAWS,
     SEEDS_OF_TRUNKS,
     TRUNK,
     Settings,
@@ -75,8 +76,6 @@ RecordedFigure = Literal["held_out_loss", "training_loss", "tokens_per_second"]
 FigureName = Literal[RecordedFigure, "steps_to_target"]
 _SHIPPED: Final = Path(__file__).parent / "shipped"
 _CONTAINERS: Final = ("seeds", "settings", "variants", "grid", "halving", "trunk", "submissions", "given")
-_SEEDS_OF_DRAWS: Final = 2**40
-"""Added to a seed for each further draw of a variant."""
 _RANGES: Final = {
     "confidence": Range(0.5, 1 - 1e-9),
     "power": Range(0.05, 0.999, above=True),
@@ -113,9 +112,9 @@ class _Head:
     figure: FigureName = "held_out_loss"
     """What is compared."""
     target: float | None = None
-    """Of steps_to_target: the held-out loss that is to be reached."""
+    """The held-out loss that steps_to_target is to reach."""
     held_out_of: str = ""
-    """Of steps_to_target: the workload, a study, of which this one is a held-out variant. Empty: none."""
+    """The workload, a study of steps_to_target, of which this one is a held-out variant. Empty: none."""
     interval: IntervalName = "t"
     confidence: float = 0.95
     """Probability that an interval holds the true difference."""
@@ -152,6 +151,11 @@ class Study(_Head):
         return [*([] if self.trunk is None else [self.trunk]), *self.variants]
 
     @property
+    def runs(self) -> list[Variant]:
+        """All variants that train."""
+        return [one for one in self.variants if one.combined is None]
+
+    @property
     def is_timed(self) -> bool:
         """Whether runs have to be alone on their machine, since what is compared is their speed."""
         return self.figure == "tokens_per_second"
@@ -177,7 +181,7 @@ class Study(_Head):
     @property
     def batches(self) -> Literal["same", "by model", "other"]:
         """Whether runs of one seed have the same batches; by model: only where their models ask for as large ones."""
-        runs = [one for one in self.variants if one.combined is None]
+        runs = self.runs
         sizes = {tuple(one.settings.get(key) for key in _SIZES_OF_BATCHES) for one in runs}
         reads = {(one.draw, one.settings.get("data.tokens")) for one in runs}
         if len(sizes) > 1 or len(reads) > 1:
@@ -211,9 +215,11 @@ class Study(_Head):
         """All settings of one run but its folder, and its trunk's."""
         if variant is self.trunk:
             return dict(variant.settings) | {"run.seed": seed + SEEDS_OF_TRUNKS}
-        settings = dict(variant.settings) | {"run.seed": seed + variant.draw * _SEEDS_OF_DRAWS}
+        settings = dict(variant.settings) | {"run.seed": seed + variant.draw * SEEDS_OF_DRAWS}
         if variant.naming:  # the tokenizer is that of the runs that it names
             settings.pop("data.vocab_size", None)
+            if settings.get("data.tokenizer") == "bpe":
+                del settings["data.tokenizer"]
         if self.halving is not None:
             first = self.halving.steps(settings["train.steps"])[0]
             for key in ("evaluation.every", "checkpoint.every"):

@@ -85,7 +85,7 @@ def threads_of(study: Study) -> int:
     """Threads of each run: as the file says, or the cores shared among all runs; of runs that are timed all cores."""
     if study.threads is not None:
         return study.threads
-    runs = 1 if study.is_timed else len(study.variants) * len(study.seeds)
+    runs = 1 if study.is_timed else len(study.runs) * len(study.seeds)
     return max(1, cores() // runs)
 
 
@@ -262,6 +262,8 @@ def _probe(study: Study, variant: Variant, threads: int, *, trusts: bool) -> Pro
     if study.trunk is not None:  # of the same sizes, but it need not be there yet
         settings |= {key: value for key, value in study.trunk.settings.items() if key.startswith("model.")}
     settings = _without_needed(study, variant, settings)
+    if study.trunk is not None:
+        settings["data.vocab_size"] = study.trunk.settings.get("data.vocab_size")
     settings |= {"evaluation.every": 0, "checkpoint.every": 0, "checkpoint.keep_every": 0}
     with tempfile.TemporaryDirectory(prefix="scrimp-study-") as name:
         job = Job(
@@ -300,14 +302,22 @@ def _without_needed(study: Study, variant: Variant, settings: dict[str, Any]) ->
     """Settings without the runs that they name, which are not there yet: of the same model and tokenizer, without
     teachers."""
     for key in variant.naming:
-        settings["data.vocab_size"] = variant.settings.get("data.vocab_size")
+        for of_tokenizer in ("data.vocab_size", "data.tokenizer"):
+            settings[of_tokenizer] = variant.settings.get(of_tokenizer)
         del settings[key]
         if key == "model.weights":
-            like = study.named(variant.needs[0]).settings
+            like = _first_of(study, variant).settings
             settings |= {name: one for name, one in like.items() if name.startswith("model.")}
         else:
             settings["objective.name"] = "next-token"
     return settings
+
+
+def _first_of(study: Study, variant: Variant) -> Variant:
+    """The run that a chain of runs which go on from one another begins with."""
+    while "model.weights" in variant.naming:
+        variant = study.named(variant.needs[0])
+    return variant
 
 
 def _steps(job: Job) -> int:

@@ -6,6 +6,7 @@ Everything here can be sent to another machine, and names no torch.
 from __future__ import annotations
 
 import platform
+import re
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -130,10 +131,13 @@ def refuse_other_settings(job: Job) -> None:
 
 
 def _decides(text: str, job: Job) -> list[str]:
-    """The lines of a run's settings that decide its numbers: not where runs lie that it needs, which may have moved
-    with it."""
-    moves = ("#", *(f"{key} = " for key in MAY_NAME_RUNS)) if job.needs else ("#",)
-    return [line for line in text.splitlines() if not line.startswith(moves)]
+    """The lines of a run's settings that decide its numbers: of runs that it needs the names, not where they lie, since
+    they may have moved with it."""
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    if not job.needs:
+        return lines
+    named = tuple(f"{key} = " for key in MAY_NAME_RUNS)
+    return [re.sub(r"[^\s,\"]*/", "", line) if line.startswith(named) else line for line in lines]
 
 
 def _changed(before: str, after: str) -> str:

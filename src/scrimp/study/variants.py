@@ -18,7 +18,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -32,6 +32,8 @@ MOST_RUNS: Final = 10_000
 TRUNK: Final = "trunk"
 SEEDS_OF_TRUNKS: Final = 2**32
 """Added to a seed for its trunk, so that the runs that go on read the corpus in another order."""
+SEEDS_OF_DRAWS: Final = 2**40
+"""Added to a seed for each further draw of a variant."""
 _THE_STUDYS: Final = ("run.dir", "run.seed")
 CombinedHow = Literal["ensemble", "merge"]
 """Mean of the logits of several models, or one model of the mean of their weights."""
@@ -199,11 +201,12 @@ def ordered(variants: Sequence[Variant], where: str) -> tuple[Variant, ...]:
     def add(variant: Variant, path: tuple[str, ...]) -> None:
         for name in variant.needs:
             if name not in known or known[name].combined is not None:
-                near = nearest_word(name, [one.name for one in variants if one.combined is None])
+                names = [one.name for one in variants if one.combined is None and "," not in one.name]
+                near = nearest_word(name, names)
                 raise ConfigError(
                     f"{variant.name} in {where} needs a run that is not there",
                     got=name,
-                    expected="another variant that is a run",
+                    expected="another variant that is a run, its name without a comma",
                     do=f"did you mean {near}?" if near else "add the variant",
                 )
             if name in path:
@@ -213,6 +216,9 @@ def ordered(variants: Sequence[Variant], where: str) -> tuple[Variant, ...]:
                     do="break the circle",
                 )
             add(known[name], (*path, name))
+        if variant.combined is not None:  # its figure stands at its members' last step
+            steps = known[variant.needs[0]].settings.get("train.steps")
+            variant = replace(variant, settings={**variant.settings, "train.steps": steps})
         found.setdefault(variant.name, variant)
 
     for one in variants:
@@ -379,7 +385,7 @@ def submissions_of(
         )
     if len({len(listed) for listed in given.values()}) > 1:
         raise ConfigError(
-            f"submissions in {where} have other numbers of trials",
+            f"submissions in {where} have different numbers of trials",
             got=", ".join(f"{name} {len(listed)}" for name, listed in given.items()),
             expected="as many for each: whoever tries more often finds more",
         )

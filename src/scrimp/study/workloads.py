@@ -161,7 +161,7 @@ def _check_together(workloads: Sequence[Workload]) -> None:
     for one in workloads[1:]:
         if (one.entries.keys(), one.trials) != (first.entries.keys(), first.trials):
             raise ConfigError(
-                f"{one.name} has other submissions than {first.name}",
+                f"{one.name} has different submissions from {first.name}",
                 got=_submissions(one),
                 expected=_submissions(first),
             )

@@ -60,7 +60,7 @@ class BuiltIn:
     """A task that is made here."""
 
     items: Callable[[Sequence[str]], Iterator[Item]]
-    """Of the documents of a text."""
+    """Made from the documents of a text."""
     reads_text: bool = True
 
     def task(self, name: str, texts: Sequence[str]) -> Task:

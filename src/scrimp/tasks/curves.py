@@ -75,7 +75,7 @@ def early_signal(runs: Sequence[Mapping[int, float]], models: Sequence[Hashable]
 def _by_model(
     runs: Sequence[Mapping[int, float]], models: Sequence[Hashable], step: int
 ) -> list[list[float]]:
-    """Of each model the scores of its seeds at a step."""
+    """The scores of each model's seeds at a step."""
     return [
         [run[step] for run, model in zip(runs, models, strict=True) if model == one]
         for one in dict.fromkeys(models)

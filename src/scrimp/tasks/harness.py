@@ -53,12 +53,12 @@ class AskedModel(LM):  # type: ignore[misc]  # lm-eval is not typed
         self._context = executable.model.architecture.context
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Of each pair of context and continuation the continuation's log-probability, and whether it is greedy."""
+        """The log-probability of each continuation behind its context, and whether it is greedy."""
         rows = [encode(self._tokenizer, *request.args) for request in requests]
         return [(one.log_p, one.is_greedy) for one in score_rows(self._executable, rows)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Of each text its log-probability, behind the delimiter."""
+        """The log-probability of each text, behind the delimiter."""
         windows = [self._windows(*request.args) for request in requests]
         scores = iter(score_rows(self._executable, [row for rows in windows for row in rows]))
         return [sum(next(scores).log_p for _ in rows) for rows in windows]
@@ -73,7 +73,7 @@ class AskedModel(LM):  # type: ignore[misc]  # lm-eval is not typed
         return [Row(*utils.make_disjoint_window(pair)) for pair in pairs]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Of each context its continuation, up to the first of the texts that end it."""
+        """The continuation of each context, up to the first of the texts that end it."""
         return [self._continued(*request.args) for request in requests]
 
     def _continued(self, context: str, options: Mapping[str, Any]) -> str:

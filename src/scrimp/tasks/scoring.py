@@ -68,9 +68,9 @@ class TaskScores:
 
     task: Task
     is_right: tuple[bool, ...]
-    """Of each item: whether the right choice scores higher than each other."""
+    """Whether the right choice of each item scores higher than each other."""
     margins: tuple[float, ...]
-    """Of each item: the score of the right choice less the mean of the others, in nats per byte."""
+    """The score of each item's right choice less the mean of the others, in nats per byte."""
     shortened: int
     """Items whose context did not fit the model's."""
 

@@ -8,15 +8,16 @@ Method   `objective.teachers` names runs or Hugging Face folders. In every micro
          alone, and evaluations run no teacher: figures stay comparable with those of any run.
          A teacher has the parameters' format of the model that it teaches, and lies on the device as a whole.
 Resuming A digest of each teacher stands in run.json: a run goes on with the teachers that it began with.
-Limits   One process, or copies and shards of data parallelism. Of memory the account has the teachers' weights, their
-         last hidden states and logits; not what their forward pass takes for a moment, which is less than the student's
-         of the same size keeps. Predicted seconds have no teachers in them.
+Memory   The account has the teachers' weights, their last hidden states and their logits. They run before the student
+         does, when nothing is kept of it yet: what a forward pass takes for a moment is not counted.
+Limits   One process, or copies and shards of data parallelism. Predicted seconds have no teachers in them.
 Source   Hinton et al. 2015, arXiv 1503.02531; of ensembles Kim et al. 2025, arXiv 2509.14786
 Checked  tests/training/test_distillation.py
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from scrimp.config import Architecture, Config, ObjectiveConfig, ranks_of
+from scrimp.config.schema import decided
 from scrimp.data import Batch, Corpus, Mixture, load_tokenizer
 from scrimp.errors import ConfigError, ModelError
 from scrimp.gemm.observe import running
@@ -36,6 +38,7 @@ from scrimp.objectives.base import LossSums
 from scrimp.objectives.cross_entropy import cross_entropy_sums
 from scrimp.objectives.next_token import NextToken
 from scrimp.objectives.soft_targets import SoftTargets
+from scrimp.runtime.execute import PLANNED_PROBE_TOKENS
 from scrimp.training.checkpoint_manifest import MANIFEST
 from scrimp.training.trained_weights import (
     architecture_of_weights,
@@ -68,24 +71,25 @@ class Distillation(NextToken):
         """See `Objective`; without gradients the teachers do not run."""
         if not torch.is_grad_enabled():
             return super().loss(model, batch, chunk=chunk)
+        soft = self._soft(model, batch)
         hidden_BTD = model(batch.tokens_BT, batch.document_starts)
-        return self._sums(
-            model, hidden_BTD.flatten(0, 1), batch.targets_BT.flatten(), chunk, self._soft(model, batch)
-        )
+        return self._sums(model, hidden_BTD.flatten(0, 1), batch.targets_BT.flatten(), chunk, soft)
 
     def head_loss(self, model: Model, hidden_SD: Tensor, targets_S: Tensor, *, chunk: int = 0) -> LossSums:
-        """See `Objective`: with stand-ins of the teachers' states and, without memory of their own, of their heads."""
-        widths = [architecture_of_weights(one).width for one in self.teachers]
+        """See `Objective`: with stand-ins, without memory, of the teachers' states and heads."""
+        number = hidden_SD.new_empty(())
+        widths = [_architecture(one).width for one in self.teachers]
         soft = SoftTargets(
             self.weight,
-            tuple(hidden_SD.new_empty(len(targets_S), width) for width in widths),
-            tuple(hidden_SD.new_empty(()).expand(len(model.head_weight), width) for width in widths),
+            tuple(number.expand(len(targets_S), width) for width in widths),
+            tuple(number.expand(len(model.head_weight), width) for width in widths),
         )
         return self._sums(model, hidden_SD, targets_S, chunk, soft)
 
-    def resident_bytes(self, parameters: str) -> int:
-        """The teachers' weights."""
-        count = sum(spec_of(architecture_of_weights(one)).parameters for one in self.teachers)
+    def resident_bytes(self, parameters: str, tokens: int) -> int:
+        """The teachers' weights, and their last hidden states."""
+        known = [_architecture(one) for one in self.teachers]
+        count = sum(spec_of(one).parameters + tokens * one.width for one in known)
         return count * DTYPES[parameters].itemsize
 
     def _sums(
@@ -117,9 +121,20 @@ def soft_targets(models: Sequence[Model], batch: Batch, weight: float) -> SoftTa
     return SoftTargets(weight, tuple(hidden), tuple(one.head_weight for one in models))
 
 
+def _architecture(folder: Path) -> Architecture:
+    """What a teacher is; its checkpoint is verified once for all who ask."""
+    files = [*folder.glob(f"*/*/{MANIFEST}"), *folder.glob(MANIFEST), *folder.glob("config.*")]
+    return _known(folder, tuple(sorted((str(one), one.stat().st_mtime_ns) for one in files)))
+
+
+@functools.lru_cache(maxsize=64)
+def _known(folder: Path, files: tuple[tuple[str, int], ...]) -> Architecture:
+    return architecture_of_weights(folder)
+
+
 def frozen_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Model:
     """A model that runs and never changes."""
-    model = build_model(architecture_of_weights(folder), device=device, dtype=dtype)
+    model = build_model(_architecture(folder), device=device, dtype=dtype)
     fill_from_weights(model, folder)
     return model.eval().requires_grad_(False)
 
@@ -149,7 +164,7 @@ def check_teachers(config: Config) -> None:
     if twice is not None:
         raise ConfigError(f"{TEACHERS} names a folder twice", got=twice, do="leave one of the two out")
     for one in teachers:
-        architecture_of_weights(one)
+        _architecture(one)
     degrees = {key: getattr(layout, key) for key in ("cp", "tp", "pp", "ep")}
     shared = [f"layout.{key} {value}" for key, value in degrees.items() if value > 1]
     if teachers and ranks_of(layout) > 1 and shared:
@@ -162,13 +177,16 @@ def check_teachers(config: Config) -> None:
 
 
 def refuse_other_teachers(config: Config, architecture: Architecture, corpus: Corpus | Mixture) -> None:
-    """Refuse teachers that know other words than the model.
+    """Refuse teachers that know other words than the model, or less context than its sequences.
+
+    Args:
+        config: decided.
 
     Raises:
-        ModelError: the tokenizer is not the corpus's, or the rows of the head are not the model's.
+        ModelError: with the setting to change.
     """
     for one in teachers_in(config.objective):
-        folder, rows = tokenizer_of_weights(one), architecture_of_weights(one).vocab_size
+        folder, teacher = tokenizer_of_weights(one), _architecture(one)
         if folder is None or load_tokenizer(folder).digest != corpus.tokenizer.digest:
             raise ModelError(
                 f"the teacher {one} does not have the tokenizer of the data",
@@ -176,12 +194,20 @@ def refuse_other_teachers(config: Config, architecture: Architecture, corpus: Co
                 expected=f"{corpus.tokenizer.name}, {corpus.tokenizer.vocab_size:,} entries",
                 do=f"leave --data.tokenizer out, or name {folder}" if folder else "name another teacher",
             )
-        if rows != architecture.vocab_size:
+        if teacher.vocab_size != architecture.vocab_size:
             raise ModelError(
                 f"the teacher {one} has another number of words than the model",
-                got=f"{rows:,}",
+                got=f"{teacher.vocab_size:,}",
                 expected=f"{architecture.vocab_size:,}",
-                do=f"set --model.vocab-size {rows}",
+                do=f"set --model.vocab-size {teacher.vocab_size}",
+            )
+        longest = max(decided(config.train.sequence), min(architecture.context, PLANNED_PROBE_TOKENS))
+        if teacher.context < longest:
+            raise ModelError(
+                f"the teacher {one} has a shorter context than the run's sequences",
+                got=f"{teacher.context:,} tokens",
+                expected=f"{longest:,} or more",
+                do=f"lower --train.sequence or --model.context to {teacher.context:,}",
             )
 
 

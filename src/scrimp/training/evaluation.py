@@ -41,7 +41,7 @@ class Evaluation:
     text_bytes: float
     """UTF-8 bytes of the text that was evaluated."""
     sources: Mapping[str, Evaluation] = field(default_factory=dict)
-    """Of a mixture: each source by its label."""
+    """The sources of a mixture by their labels."""
 
     @property
     def perplexity(self) -> float:

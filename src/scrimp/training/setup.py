@@ -281,7 +281,9 @@ def decide(
     if config.device == "auto":
         reasons["device"] = device.reason
     resolution = resolve(fitted, architecture, device_type=device.torch_device.type, ranks=ranks)
-    here = measured_ranks(fitted, resolution, architecture, device) if world.size > 1 else None
+    # The search knows no teachers, which some layouts cannot run.
+    searches = world.size > 1 and config.objective.teachers is None
+    here = measured_ranks(fitted, resolution, architecture, device) if searches else None
     found = None
     if here is not None:
         found = _as_searched(here, resolution, device, config, fitted, reasons, given)

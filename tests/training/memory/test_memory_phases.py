@@ -150,7 +150,7 @@ def test_an_evaluation_that_fails_ends_the_run_and_its_phases(
     def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("scrimp.training.callbacks.evaluations.evaluate", fails)
+    monkeypatch.setattr("scrimp.training.callbacks.evaluations.evaluate_held_out", fails)
     assert main(flags(corpus, tmp_path / "run", *WORDS)) == 1
     assert phases(calls) == [TRAINING, EVALUATION]
 

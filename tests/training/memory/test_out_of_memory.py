@@ -272,7 +272,7 @@ def test_where_no_plan_was_sought_none_is_blamed(
     def full(*words: Any, **named: Any) -> None:
         torch.empty(1 << 60)
 
-    monkeypatch.setattr("scrimp.training.callbacks.evaluations.evaluate", full)
+    monkeypatch.setattr("scrimp.training.callbacks.evaluations.evaluate_held_out", full)
     corpus = write_corpus(tmp_path)
     assert main(flags(corpus, tmp_path / "run", "--train.steps=5", "--evaluation.every=1")) == 1
     shown = " ".join(capsys.readouterr().err.split())

@@ -10,11 +10,11 @@ Method   Four steps, each on the one before.
          Both       E_N over N has a limit of its own: of ever more, ever larger members.
          Student    one model of a member's size learns from the ensemble (`scrimp.training.distillation`) and keeps
                     most of its gain; one that learns from a single model of its own size gains too.
-         AdamW decays by lr * decay in a step; near 1 that would erase the weights, and is refused here.
-Study    `scrimp study recipe:data-limited`: on 65,536 tokens of the standard library, at three widths, with three
+         AdamW decays by lr * decay in a step: at 1 it would erase the weights, which any run refuses.
+Study    `scrimp study recipe:data-limited`: on 32,768 tokens of the standard library, at three widths, with three
          members each, and the usual recipe on up to eight times the text, which says what the method is worth in data.
 Limits   The study's rates and decays are one choice each, not tuned per size; the paper tunes rate, epochs and decay by
-         coordinate descent for each. A thousandth of its tokens, a thousandth of its models' sizes.
+         coordinate descent for each.
 Source   Kim et al., "Pre-training under infinite compute" (2025, arXiv 2509.14786)
 Checked  tests/recipes/test_data_limited.py
 """

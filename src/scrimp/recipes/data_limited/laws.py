@@ -44,7 +44,7 @@ class Law:
     """A, in the unit of x."""
     exponent: float
     interval: tuple[float, float] | None = None
-    """Of the limit; None: one seed says nothing of it."""
+    """Interval of the limit; None: one seed says nothing of it."""
 
     def at(self, x: float) -> float:
         """The loss at x."""

@@ -412,8 +412,10 @@ def _with_batches(costs: StepCosts, config: ResolvedConfig, device: torch.device
 
 
 def _with_objective(costs: StepCosts, config: ResolvedConfig) -> StepCosts:
-    """With what the loss has on the device all the time."""
-    nbytes = objectives.build(config.objective).resident_bytes(config.train.parameters)
+    """With what the loss has on the device all through a step."""
+    train = config.train
+    objective = objectives.build(config.objective)
+    nbytes = objective.resident_bytes(train.parameters, train.micro_batch_tokens // config.layout.cp)
     return dataclasses.replace(costs, resident=costs.resident + nbytes)
 
 
