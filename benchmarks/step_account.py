@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from scrimp.config import OptimizerConfig, preset
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.models import spec_of
+from scrimp.models.model import build_model
 from scrimp.models.shapes import sizes_of
 from scrimp.optim import AdamW, Moments
 from scrimp.planner.hardware import Cluster, load_hardware
@@ -219,20 +220,21 @@ def launches_of(case: Case, cluster: Cluster) -> dict[str, float]:
     found = {one.name: one.launches for one in passes_of(setting)}
     forward, backward = counted_launches()
     blocks, passes = len(setting.model.blocks), setting.micro_batches
-    matrices = sum(len(block.linears) for block in setting.model.blocks) + 1 + (not setting.model.tied)
+    with torch.device("meta"):
+        parameters = len(list(build_model(preset(case[0])).parameters()))
     chunks = math.ceil(setting.tokens / (setting.software.loss_tokens or setting.tokens))
     return found | {
-        "update": update_launches(matrices),
+        "update": update_launches(parameters),
         "loss": chunks * passes,
         "norms, gates, rotation": (forward + backward) * blocks * passes,
     }
 
 
 @cache
-def update_launches(matrices: int) -> int:
-    """Launches of the update of so many matrices, with the norm of their gradients and the clip."""
+def update_launches(parameters: int) -> int:
+    """Launches of the update of so many parameters, with the norm of their gradients and the clip."""
     updates = importlib.import_module("scrimp.optim.update")  # the package has a function of this name
-    weights = {str(number): nn.Parameter(torch.randn(8, 128).bfloat16()) for number in range(matrices)}
+    weights = {str(number): nn.Parameter(torch.randn(8, 128).bfloat16()) for number in range(parameters)}
     optimizer = AdamW(weights, dataclasses.replace(OptimizerConfig(), master_weights=False))
 
     def by_kernel(weight: Tensor, gradient: Tensor, moments: Moments, *_: Any) -> None:

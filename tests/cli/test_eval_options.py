@@ -11,8 +11,8 @@ from scrimp.cli import main
     ("words", "parts"),
     [
         ([], ["--data is missing", "--tasks"]),
-        (["--data", "a.txt", "--checkpoints"], ["--checkpoints and --beside are of --tasks"]),
-        (["--data", "a.txt", "--beside", "other"], ["--checkpoints and --beside are of --tasks"]),
+        (["--data", "a.txt", "--checkpoints"], ["--checkpoints needs --tasks"]),
+        (["--data", "a.txt", "--beside", "other"], ["--beside needs --tasks"]),
         (["--tasks", "copying", "--sequence", "64"], ["--sequence"]),
         (["--tasks", "closing", "--data", "a.txt", "--conversations"], ["--conversations"]),
         (["--tasks", "copying", "--data", "a.txt"], ["--data is read by none of these tasks"]),

@@ -150,11 +150,29 @@ def test_lm_eval_finds_the_accuracy_that_scrimp_finds(
 
 
 @needs_lm_eval
+@pytest.mark.parametrize("name", ["mine.yaml", "mine.YML", "mine.txt", "mine"])
 def test_a_file_that_is_not_trusted_is_refused_before_a_model_is_read(
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["eval", "no-run", "--tasks", "lm-eval:mine.yaml"]) == 2
+    """lm-eval reads any file that is there as one of tasks."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("task: mine\nprocess_docs: !function code.run\n", encoding="utf-8")
+    (tmp_path / "code.py").write_text("raise SystemExit('it ran')\n", encoding="utf-8")
+    assert main(["eval", "no-run", "--tasks", f"lm-eval:{name}"]) == 2
     assert "--trust-code" in capsys.readouterr().err
+
+
+@needs_lm_eval
+@pytest.mark.slow
+def test_a_file_that_is_no_task_is_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    target = open_target(run)
+    for text in ("task: [mine", "task: mine\nnobody_knows_this: 1\n"):
+        (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match="lm-eval cannot ask"):
+            harness.measure(load_executable(target, "cpu"), target.tokenizer, ["mine.yaml"], trusted=True)
 
 
 @needs_lm_eval

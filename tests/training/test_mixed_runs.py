@@ -199,7 +199,7 @@ def test_one_tokenizer_for_texts_and_shards(texts: Path, tmp_path: Path) -> None
 REFUSED = {
     "one source": ("{first}=1", "data.mix has one source"),
     "unknown": ("{first}=1,nowhere.txt=1", "there is no file or folder nowhere.txt"),
-    "too small": ("{first}=1,{tiny}=1", "the training split of {tiny} is shorter than one sequence"),
+    "too small": ("{first}=1,{tiny}=1", "what is trained on of {tiny} is shorter than one sequence"),
     "the same file": ("{first}=1,./{folder}/../{folder}/inspect.txt=1", "hold the same text"),
 }
 

@@ -19,11 +19,15 @@ from scrimp.config import (
     ObjectiveConfig,
     RunConfig,
     TrainConfig,
+    replace_values,
 )
 from scrimp.errors import ConfigError, DataError, PlanError
 from scrimp.training import setup
+from scrimp.training.run_data import open_run_corpus
+from scrimp.training.run_folder import saved_config
 from scrimp.training.setup import decide
 from scrimp.training.start import fresh_start
+from scrimp.world import ALONE
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 400
 
@@ -144,8 +148,8 @@ def test_a_dry_run_refuses_what_a_run_would(config: Config, tmp_path: Path) -> N
         (["--data.tokens=64"], None),
         (["--data.tokens=63"], "shorter than one sequence"),
         (["--data.tokens=0"], "out of range"),
-        (["--data.tokens=100", "--data.mix={corpus}=1,stdlib=1"], "data.tokens is of one source"),
-        (["--data.tokens=100", "--objective.name=sft"], "data.tokens is of text"),
+        (["--data.tokens=100", "--data.mix={corpus}=1,stdlib=1"], "data.tokens applies to a single source"),
+        (["--data.tokens=100", "--objective.name=sft"], "data.tokens applies to text"),
     ],
 )
 def test_a_run_on_the_first_tokens_reads_no_others(
@@ -156,4 +160,11 @@ def test_a_run_on_the_first_tokens_reads_no_others(
     if "mix" in more[-1]:
         words = [word for word in words if not word.startswith("--data.source")]
     assert main(words) == (0 if says is None else 2)
-    assert says is None or says in capsys.readouterr().err
+    if says is not None:
+        assert says in capsys.readouterr().err
+        return
+    config = saved_config(tmp_path / "run")
+    few = open_run_corpus(config, ALONE).train
+    whole = open_run_corpus(replace_values(config, {"data.tokens": None}), ALONE).train
+    assert few.num_tokens == 65 < whole.num_tokens
+    assert few.read(0, 65).tolist() == whole.read(0, 65).tolist()

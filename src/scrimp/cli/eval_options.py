@@ -20,7 +20,7 @@ def refuse_options_of_others(command: Evaluate) -> None:
         ConfigError: by the options' names.
     """
     if command.tasks is None:
-        _refuse({"--checkpoints": command.checkpoints, "--beside": bool(command.beside)}, "are of --tasks")
+        _refuse({"--checkpoints": command.checkpoints, "--beside": bool(command.beside)}, "needs --tasks")
         if command.data is None:
             raise ConfigError(
                 "scrimp eval: --data is missing",
@@ -30,11 +30,11 @@ def refuse_options_of_others(command: Evaluate) -> None:
         return
     _refuse(
         {"--sequence": command.sequence is not None, "--conversations": command.conversations},
-        "say nothing to --tasks",
+        "has no effect with --tasks",
     )
 
 
 def _refuse(given: dict[str, bool], why: str) -> None:
     names = [name for name, is_given in given.items() if is_given]
     if names:
-        raise ConfigError(f"{' and '.join(given)} {why}", got=", ".join(names), do="leave that out")
+        raise ConfigError(f"{names[0]} {why}", got=", ".join(names), do="leave that out")

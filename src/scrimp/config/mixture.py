@@ -11,6 +11,7 @@ Checked  tests/config/test_mix_setting.py
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -86,14 +87,10 @@ def labels_of(names: Sequence[str]) -> list[str]:
 
 def _weight(text: str, name: str) -> Fraction:
     """The exact value of a decimal number above 0."""
-    try:
-        is_possible = (
-            0 < float(text) < math.inf
-        )  # before the fraction, which writes every digit of 1e-999999 out
-        if is_possible:
+    with contextlib.suppress(ValueError):
+        # First as a float: a fraction writes every digit of 1e-999999 out.
+        if 0 < float(text) < math.inf:
             return Fraction(text)
-    except ValueError:
-        pass
     raise ConfigError(
         f"the weight of {name} in data.mix is not possible",
         got=repr(text),

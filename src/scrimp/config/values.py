@@ -176,7 +176,7 @@ def _check_mix(data: DataConfig) -> None:
         return
     if data.tokens is not None:
         raise ConfigError(
-            "data.tokens is of one source",
+            "data.tokens applies to a single source",
             got=f"{data.tokens:,} beside data.mix {data.mix}",
             do="leave data.tokens out, or give files that are as small",
         )
@@ -189,7 +189,7 @@ def _check_mix(data: DataConfig) -> None:
         )
     if isinstance(data.held_out, Path):
         raise ConfigError(
-            "data.held_out of a mixture is a share",
+            "data.held_out of a mixture must be a share",
             got=data.held_out,
             expected="a number: every source of data.mix holds out its own text, and is evaluated on it",
             do="give a share; `scrimp eval RUN --data FILE` evaluates on a text of its own",

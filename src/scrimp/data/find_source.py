@@ -39,6 +39,13 @@ def _open_source(source: str, column: Column) -> Source:
     if source in BUILT_IN:
         if column.is_messages:
             raise no_conversations(source)
+        if source == "copy" and Path(source).exists():
+            raise DataError(
+                "copy is a task, and a file or folder here",
+                got=str(Path(source).absolute()),
+                expected="one of the two",
+                do="write ./copy for what lies here, or rename it",
+            )
         return StandardLibrary() if source == "stdlib" else CopyTask()
     if source.startswith(HUB):
         return Hub(source, column)

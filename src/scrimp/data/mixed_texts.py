@@ -103,4 +103,5 @@ def mixed_texts(specs: Sequence[CorpusSpec], *, progress: bool) -> dict[str, Mix
     texts = sorted(found.values(), key=lambda text: text.fingerprint)
     for text in texts:
         text.texts = texts
+        text.passes.beside = len(texts)
     return found

@@ -33,6 +33,9 @@ class Passes:
         progress: show a progress line.
     """
 
+    beside = 1
+    """Sources whose documents are held at the same time, this one counted."""
+
     def __init__(self, source: Source, progress: bool) -> None:
         self.source, self.progress = source, progress
         self._held: list[Document] | None = None
@@ -61,7 +64,7 @@ class Passes:
     def _read(self, name: str) -> Iterator[Document]:
         meter = Meter()
         held: list[Document] = []
-        size, most = 0, max(HELD_BYTES, host_memory_available() // _SHARE)
+        size, most = 0, max(HELD_BYTES // self.beside, host_memory_available() // (_SHARE * self.beside))
         with Progress(name, self.source.num_bytes, enabled=self.progress) as bar:
             for document in documents(self.source.texts(meter)):
                 bar.update(meter.bytes)

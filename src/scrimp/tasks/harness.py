@@ -21,7 +21,7 @@ from typing import Any
 
 from scrimp.config import Sampling
 from scrimp.data import Tokenizer
-from scrimp.errors import ConfigError, ModelError
+from scrimp.errors import ConfigError, ModelError, ScrimpError
 from scrimp.models.generation import generate
 from scrimp.runtime import Executable
 from scrimp.tasks.figures import Figure
@@ -112,13 +112,12 @@ class AskedModel(LM):  # type: ignore[misc]  # lm-eval is not typed
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
-    """How tokens are drawn, by the options that say it, which are taken out."""
-    draws = options.pop("do_sample", False)
-    temperature = float(options.pop("temperature", None) or 1.0) if draws else 0.0
-    if not draws:
-        options.pop("temperature", None)
+    """How tokens are drawn, by the options that say it, which are taken out. As in lm-eval a temperature above 0 draws,
+    unless `do_sample` says otherwise."""
+    temperature = options.pop("temperature", None)
+    draws = options.pop("do_sample", bool(temperature))
     return Sampling(
-        temperature=temperature,
+        temperature=float(1.0 if temperature is None else temperature) if draws else 0.0,
         top_k=int(options.pop("top_k", None) or 0),
         top_p=float(options.pop("top_p", None) or 1.0),
     )
@@ -141,7 +140,8 @@ def refuse_untrusted(names: Sequence[str], *, trusted: bool) -> None:
 
 
 def _is_file(name: str) -> bool:
-    return Path(name).suffix in (".yaml", ".yml")
+    """Whether lm-eval takes a name for a file, whatever it ends with."""
+    return Path(name).suffix.lower() in (".yaml", ".yml") or Path(name).expanduser().is_file()
 
 
 def measure(
@@ -166,7 +166,9 @@ def measure(
             log_samples=False,
             confirm_run_unsafe_code=trusted,
         )
-    except (KeyError, OSError, ValueError) as error:
+    except ScrimpError:
+        raise
+    except Exception as error:  # whatever a task's file, its template or its data may bring about
         raise ConfigError(
             f"lm-eval cannot ask {', '.join(names)}",
             got=f"{type(error).__name__}: {error}",

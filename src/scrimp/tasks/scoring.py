@@ -136,7 +136,7 @@ def _batches(rows: Sequence[Row], room: int) -> Iterator[list[int]]:
     length = [min(len(row.before) + len(row.tokens) - 1, room) for row in rows]
     order = sorted(range(len(rows)), key=lambda number: -length[number])
     while order:
-        size = max(1, _BATCH_TOKENS // length[order[0]])
+        size = max(1, _BATCH_TOKENS // max(1, length[order[0]]))
         yield order[:size]
         order = order[size:]
 

@@ -46,7 +46,7 @@ def refuse_unread_settings(config: Config) -> None:
             )
     elif config.data.tokens is not None:
         raise ConfigError(
-            "data.tokens is of text",
+            "data.tokens applies to text",
             got=f"{config.data.tokens:,} beside objective.name {config.objective.name}",
             do="leave it out, or give a file with fewer conversations",
         )
@@ -204,10 +204,10 @@ def _refuse_short(source: str, sequence: int, corpus: Corpus) -> None:
             raise DataError(f"{source}: {error.what}", got=error.got, do=error.do) from None
     elif corpus.train.num_tokens < sequence + 1:
         raise DataError(
-            f"the training split of {source} is shorter than one sequence",
+            f"what is trained on of {source} is shorter than one sequence",
             got=f"{corpus.train.num_tokens:,} tokens",
             expected=f"at least {sequence + 1:,} (train.sequence + 1)",
-            do="give more text, or lower --train.sequence",
+            do="give more text, raise --data.tokens, or lower --train.sequence",
         )
 
 

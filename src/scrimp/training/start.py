@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from scrimp.config.mixture import mix_text
 from scrimp.data import Corpus, Mixture, load_tokenizer
 from scrimp.data.sources import BUILT_IN
 from scrimp.data.tokenizer import CHAT_TEMPLATE, SMALLEST_BPE
-from scrimp.errors import CheckpointError, DataError, PlanError, typed
+from scrimp.errors import CheckpointError, ConfigError, DataError, PlanError, typed
 from scrimp.runtime.memory import HostRoom
 from scrimp.training.checkpoint import Checkpoint, CheckpointStore
 from scrimp.training.distillation import TEACHERS, digests_of_teachers, teachers_in
@@ -299,8 +299,9 @@ def anchored(config: Config) -> Config:
     )
     weights = None if model.weights is None else model.weights.expanduser().absolute()
     config = dataclasses.replace(config, data=data, model=dataclasses.replace(model, weights=weights))
-    if teachers := ",".join(str(one.absolute()) for one in teachers_in(config.objective)):
-        config = replace_values(config, {TEACHERS: teachers})
+    if teachers := [str(one.absolute()) for one in teachers_in(config.objective)]:
+        _refuse_commas(TEACHERS, teachers)
+        config = replace_values(config, {TEACHERS: ",".join(teachers)})
     code = user_code.code_in(flatten(config))
     return replace_values(config, {key: user_code.anchored(value) for key, value in code.items()})
 
@@ -314,7 +315,21 @@ def _anchored_mix(data: DataConfig) -> str | None:
     """The mixture with anchored names, and its weights as shares, so that what means the same reads the same."""
     if not data.mixed:
         return None
-    return mix_text(dataclasses.replace(one, name=_anchored_name(one.name)) for one in data.mixed)
+    sources = [dataclasses.replace(one, name=_anchored_name(one.name)) for one in data.mixed]
+    _refuse_commas("data.mix", [one.name for one in sources])
+    return mix_text(sources)
+
+
+def _refuse_commas(key: str, paths: Sequence[str]) -> None:
+    """Refuse paths that cannot stand in a list with commas."""
+    for path in paths:
+        if "," in path:
+            raise ConfigError(
+                f"{key} names what lies in a folder whose name has a comma",
+                got=path,
+                expected="paths without commas, which stand between them",
+                do="rename the folder",
+            )
 
 
 def _anchored_name(name: str) -> str:
