@@ -46,7 +46,7 @@ from scrimp.optim.low_rank import LowRankState, direction, state_shapes
 from scrimp.optim.owned_states import OwnedStates, Shapes
 from scrimp.optim.shared_maps import Map, SharedMaps, WholeMaps, maps_of, sharing_group, stacked_rows
 from scrimp.optim.targets import Targets
-from scrimp.optim.update import Step, clip
+from scrimp.optim.update import Step, clip, follow_move
 from scrimp.optim.update_rules import LowRankRule
 from scrimp.parts import TensorPart
 from scrimp.profiler.memory_trace import GradientSums, Tracing
@@ -177,15 +177,10 @@ class GaLore(AdamW):
             return partial(direction, self._of(one), step=step, refresh=refresh)
 
         def follow(one: Map, rows: slice, move: Tensor) -> None:
-            moved(self._targets[one.name][rows], move, step, settings.low_rank_scale)
+            rate = step.lr * settings.low_rank_scale
+            follow_move(self._targets[one.name][rows], move, rate, step.lr * step.weight_decay)
 
         self._maps.update(gradients.keys(), move, make, follow)
-
-
-def moved(target: Tensor, move: Tensor, step: Step, scale: float) -> None:
-    """Decay, and follow what was made of the gradient."""
-    target.mul_(1 - step.lr * step.weight_decay)
-    target.add_(move, alpha=-step.lr * scale)
 
 
 @dataclass(frozen=True)
@@ -222,7 +217,7 @@ class LowRankMemory:
             shapes = self._shapes(rows, columns)
             state = LowRankState(**{name: torch.empty(shape) for name, shape in shapes.items()})
             with tracing() as tracker:
-                moved(target, direction(state, target, _ANY, refresh=True), _ANY, 1.0)
+                follow_move(target, direction(state, target, _ANY, refresh=True), 1.0, 0.0)
             whole = 4 * rows * columns * self.is_shared  # put together
             found.append(max(tracker.peak + whole, 3 * whole))
         return max(found)

@@ -33,7 +33,6 @@ Checked  tests/optim/test_low_rank.py: the formulas step by step in float64, sin
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -121,7 +120,7 @@ def _adam(state: LowRankState, gradient: Tensor, step: Step) -> Tensor:
     """N; both averages take the gradient in."""
     state.exp_avg.lerp_(gradient, 1 - step.beta1)
     state.exp_avg_sq.mul_(step.beta2).addcmul_(gradient, gradient, value=1 - step.beta2)
-    root = state.exp_avg_sq.sqrt().mul_(1 / math.sqrt(1 - step.beta2**step.number)).add_(step.eps)
+    root = state.exp_avg_sq.sqrt().mul_(step.root).add_(step.eps)
     return torch.div(state.exp_avg, root, out=root).mul_(1 / (1 - step.beta1**step.number))
 
 

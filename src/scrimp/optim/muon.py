@@ -44,7 +44,7 @@ from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.optim.newton_schulz import matched_rate, orthogonalised
 from scrimp.optim.shared_maps import Map, SharedMaps, WholeMaps, maps_of, sharing_group, stacked_rows
 from scrimp.optim.targets import Targets
-from scrimp.optim.update import clip
+from scrimp.optim.update import clip, follow_move
 from scrimp.optim.update_rules import MuonRule
 from scrimp.profiler.memory_trace import GradientSums, Tracing
 from scrimp.profiler.memory_trace.stand_ins import DeviceFunctions
@@ -141,7 +141,7 @@ class Muon(AdamW):
 
         def follow(one: Map, rows: slice, move: Tensor) -> None:
             rate = lr * matched_rate(one.rows, one.columns)
-            step(self._targets[one.name][rows], move, rate, lr * settings.weight_decay)
+            follow_move(self._targets[one.name][rows], move, rate, lr * settings.weight_decay)
 
         self._maps.update(gradients.keys(), move, lambda one: orthogonalised, follow)
 
@@ -150,12 +150,6 @@ def moved(gradient: Tensor, average: Tensor, momentum: float) -> Tensor:
     """What is orthogonalised: the gradient beside its average, which takes it in."""
     average.lerp_(gradient, 1 - momentum)
     return gradient.lerp(average, momentum)
-
-
-def step(target: Tensor, move: Tensor, rate: float, decay: float) -> None:
-    """Decay, and follow what was orthogonalised."""
-    target.mul_(1 - decay)
-    target.add_(move, alpha=-rate)
 
 
 @dataclass(frozen=True)
@@ -188,7 +182,7 @@ class MuonMemory:
             return self.rest.update_peak(others, device, tracing)
         with tracing() as tracker:
             for one in maps:
-                step(one, orthogonalised(moved(one, one, 0.9).bfloat16()), 1.0, 0.0)
+                follow_move(one, orthogonalised(moved(one, one, 0.9).bfloat16()), 1.0, 0.0)
         exchanged = 3 * 2 * max(one.numel() for one in maps) if self.is_shared else 0
         return max(tracker.peak, exchanged, self.rest.update_peak(others, device, tracing))
 

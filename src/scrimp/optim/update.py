@@ -263,6 +263,12 @@ def clip(gradients: Sequence[Tensor], factor: float) -> None:
         torch._foreach_mul_(list(gradients), factor)
 
 
+def follow_move(target: Tensor, move: Tensor, rate: float, decay: float) -> None:
+    """Decay, and follow what was made of a gradient."""
+    target.mul_(1 - decay)
+    target.add_(move, alpha=-rate)
+
+
 def _update_piece(gradient: Tensor, moments: Moments, step: Step, place: Place, work: Workspace) -> None:
     shape = (gradient.shape[0], gradient.shape[1])
     noise, (g, other, mean, square) = (
