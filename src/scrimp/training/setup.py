@@ -254,12 +254,8 @@ def decide(
         plans_ahead: one process decides for as many ranks as `config.layout` says.
         given: dotted keys that the user wrote, which a search keeps though they are as they were.
     """
-    check_values(config)
-    objectives.check(config.objective)
-    check_teachers(config)
     ranks = ranks_of(config.layout) if plans_ahead and world.size == 1 else world.size
-    optim.check(config, ranks)
-    refuse_unread_settings(config)
+    _check(config, ranks)
     device = resolve_device(config.device, world)
     refuse_undetermined(device.torch_device)
     if architecture is None:
@@ -289,6 +285,15 @@ def decide(
         found = _as_searched(here, resolution, device, config, fitted, reasons, given)
     found = found or _resolved(device, config, resolution, architecture, reasons)
     return dataclasses.replace(found, here=here, given=frozenset(given))
+
+
+def _check(config: Config, ranks: int) -> None:
+    """Refuse what no device and no model can make right."""
+    check_values(config)
+    objectives.check(config.objective)
+    check_teachers(config)
+    optim.check(config, ranks)
+    refuse_unread_settings(config)
 
 
 def _as_searched(
