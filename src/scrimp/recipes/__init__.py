@@ -2,7 +2,7 @@
 
 A recipe is a folder here:
 
-    __init__.py   what the method is, what Scrimp's own study of it found, and what it needs besides settings
+    __init__.py   what the method is, what it needs besides settings, and what its study's results mean
     train.toml    settings of a run: `scrimp train recipe:NAME`, and any option after it
     study.toml    the study that shows what the method does: `scrimp study recipe:NAME`
 
