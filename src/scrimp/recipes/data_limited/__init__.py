@@ -11,7 +11,7 @@ Method   Four steps, each on the one before.
          Student    one model of a member's size learns from the ensemble (`scrimp.training.distillation`) and keeps
                     most of its gain; one that learns from a single model of its own size gains too.
          AdamW decays by lr * decay in a step: at 1 it would erase the weights, which any run refuses.
-Study    `scrimp study recipe:data-limited`: on 32,768 tokens of the standard library, at three widths, with three
+Study    `scrimp study recipe:data-limited`: on 65,536 tokens of the standard library, at three widths, with three
          members each, and the usual recipe on up to eight times the text, which says what the method is worth in data.
 Limits   The study's rates and decays are one choice each, not tuned per size; the paper tunes rate, epochs and decay by
          coordinate descent for each.
@@ -115,10 +115,10 @@ def _of_students(losses: Losses) -> list[str]:
     """How much of the ensemble's gain over its members a student keeps."""
     said = []
     for name in ("student", "self-student"):
-        if name not in losses or "ensemble-3-of-96" not in losses or "strong-96" not in losses:
+        if name not in losses or "ensemble-3-of-64" not in losses or "strong-64" not in losses:
             continue
         single, whole, own = (
-            statistics.fmean(losses[one]) for one in ("strong-96", "ensemble-3-of-96", name)
+            statistics.fmean(losses[one]) for one in ("strong-64", "ensemble-3-of-64", name)
         )
         kept = (
             f"{(single - own) / (single - whole):.0%} of the ensemble's gain" if single > whole else "no gain"
