@@ -60,6 +60,7 @@ OF_ONE_COMMAND = {
 }
 OF_SEVERAL_COMMANDS = {
     "cli/commands.py",
+    "cli/model_commands.py",
     "cli/advice.py",
     "cli/entry.py",
     "cli/ranks.py",
