@@ -376,3 +376,12 @@ def test_copies_that_train_alone_keep_the_steps_at_which_they_meet() -> None:
 def test_resolution_keeps_the_architecture() -> None:
     model = replace(SMALL, vocab_size=1000)
     assert resolve(Config(), model, device_type="cpu").architecture is model
+
+
+@pytest.mark.parametrize(("name", "scale", "expected"), [("galore", 0.25, 0.012), ("fira", 1e-4, 1.0)])
+def test_matrices_of_low_rank_optimizers_move_as_much_as_those_of_adamw(
+    name: str, scale: float, expected: float
+) -> None:
+    config = decided({"optimizer.name": name, "optimizer.low_rank_scale": scale})
+    assert config.optimizer.lr == expected
+    assert decided({"optimizer.name": "adamw"}).optimizer.lr == 0.003

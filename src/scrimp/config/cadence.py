@@ -3,7 +3,8 @@
 ===================  ==============================================================================
 lr                   min(3e-3, 0.8 / width): Adam's stable rate falls as one over the width. A
                      tenth of it when starting from trained weights, so that they are not unlearned. The same for
-                     Muon, whose updates are scaled to the size of AdamW's (arXiv 2502.16982).
+                     Muon, whose updates are scaled to the size of AdamW's (arXiv 2502.16982). Divided by
+                     low_rank_scale for GaLore and Fira, whose matrices move by that factor of it.
 warmup_steps         a twentieth of the run, at most 2,000, at least 1.
 eval_every           ten evaluations a run, the one at the end included; fewer where each would have less than
                      one step's tokens.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from scrimp.config.architecture import Architecture
 from scrimp.config.batches import largest_divisor
+from scrimp.config.optimizers import facts_of
 from scrimp.config.schema import Config, Decision, TrainConfig, decided
 from scrimp.errors import ConfigError
 
@@ -39,7 +41,9 @@ def decide_lr(config: Config, architecture: Architecture) -> Decision:
         lr, reason = lr / 10, f"a tenth of {reason}, from trained weights"
     if config.optimizer.name == "muon":
         reason += ", as AdamW's, to whose size Muon's updates are scaled"
-    return float(f"{lr:.3g}"), reason
+    if facts_of(config.optimizer.name).low_rank:
+        lr, reason = lr / config.optimizer.low_rank_scale, f"{reason}, by optimizer.low_rank_scale"
+    return float(f"{min(lr, 1.0):.3g}"), reason
 
 
 def decide_warmup_steps(steps: int) -> Decision:
