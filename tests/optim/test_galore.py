@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from allocator import allocator_peak
+from gradients import give_gradients, take_steps
 from low_rank_reference import published
 from states import states_of
 from torch import Tensor, nn
@@ -58,20 +59,6 @@ def made(
     model = build_model(architecture, dtype=dtype)
     initialise(model, 0)
     return model, GaLore(dict(model.named_parameters()), settings, model.spec, seed=3)
-
-
-def give_gradients(model: Model, step: int) -> None:
-    for number, parameter in enumerate(model.parameters()):
-        generator = torch.Generator().manual_seed(100 * step + number)
-        noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        (parameter * noise).sum().backward()
-
-
-def trained(model: Model, optimizer: GaLore, steps: range) -> None:
-    for step in steps:
-        give_gradients(model, step)
-        optimizer.step(LR)
-        optimizer.zero_grad()
 
 
 def by_hand(settings: OptimizerConfig, weight: Tensor, gradients: list[Tensor]) -> Tensor:
@@ -161,13 +148,13 @@ def test_a_resumed_run_continues_bit_for_bit(name: str, at: int, tmp_path: Path)
         return states_of(one) | {key: p.detach() for key, p in model.named_parameters()}
 
     before = list(state(straight, optimizer))
-    trained(straight, optimizer, range(at))
+    take_steps(straight, optimizer, range(at), LR)
     store = CheckpointStore(tmp_path, keep_last=1, keep_every=0)
     store.save(1, state(straight, optimizer), {}, {}, wait=True)
     store.at(1).load(state(resumed, again))
     again.restore_updates(optimizer.num_updates)
     for model, one in ((straight, optimizer), (resumed, again)):
-        trained(model, one, range(at, at + 3))
+        take_steps(model, one, range(at, at + 3), LR)
     assert before == list(state(straight, optimizer))
     found = state(resumed, again)
     for key, tensor in state(straight, optimizer).items():
@@ -178,7 +165,7 @@ def test_projectors_are_made_anew_every_so_many_updates_alone() -> None:
     model, optimizer = made(LLAMA, dataclasses.replace(SETTINGS["galore"], refresh_every=3))
     key, seen = "blocks.0.mlp.down.weight.projector", []
     for step in range(7):
-        trained(model, optimizer, range(step, step + 1))
+        take_steps(model, optimizer, range(step, step + 1), LR)
         seen.append(states_of(optimizer)[key].clone())
     assert [torch.equal(a, b) for a, b in itertools.pairwise(seen)] == [True, True, False] * 2
 
@@ -216,7 +203,7 @@ def test_the_account_foretells_states_and_the_peak_of_the_update(rank: int, mast
     held = sum(tensor.nbytes for tensor in states_of(optimizer).values())
     assert held == hand_counted(rank, fira=name == "fira", master=master)
     assert costs.ends.optimizer + sum(costs.classes[number].optimizer for number in costs.blocks) == held
-    trained(model, optimizer, range(1))
+    take_steps(model, optimizer, range(1), LR)
     give_gradients(model, 1)
     real = allocator_peak(lambda: optimizer.step(LR))
     assert real <= costs.optimizer_peak <= 1.02 * real

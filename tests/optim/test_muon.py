@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from allocator import allocator_peak
+from gradients import give_gradients, take_steps
 from states import states_of
 from torch import Tensor, nn
 
@@ -43,20 +44,6 @@ def made(architecture: Architecture, dtype: torch.dtype, settings: OptimizerConf
     model = build_model(architecture, dtype=dtype)
     initialise(model, 0)
     return model, Muon(dict(model.named_parameters()), settings, model.spec, seed=3)
-
-
-def give_gradients(model: Model, step: int) -> None:
-    for number, parameter in enumerate(model.parameters()):
-        generator = torch.Generator().manual_seed(100 * step + number)
-        noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        (parameter * noise).sum().backward()
-
-
-def trained(model: Model, optimizer: Muon, steps: range) -> None:
-    for step in steps:
-        give_gradients(model, step)
-        optimizer.step(LR)
-        optimizer.zero_grad()
 
 
 def by_torch(architecture: Architecture, steps: int) -> dict[str, Tensor]:
@@ -99,7 +86,7 @@ def by_torch(architecture: Architecture, steps: int) -> dict[str, Tensor]:
 @pytest.mark.every(2)
 def test_each_map_is_moved_by_torchs_muon_and_the_rest_by_torchs_adamw(architecture: Architecture) -> None:
     model, optimizer = made(architecture, torch.float32, SETTINGS)
-    trained(model, optimizer, range(3))
+    take_steps(model, optimizer, range(3), LR)
     expected = by_torch(architecture, 3)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[name]), name
@@ -136,13 +123,13 @@ def test_a_resumed_run_continues_bit_for_bit(master: bool, tmp_path: Path) -> No
         return states_of(one) | {name: p.detach() for name, p in model.named_parameters()}
 
     before = list(state(straight, optimizer))
-    trained(straight, optimizer, range(2))
+    take_steps(straight, optimizer, range(2), LR)
     store = CheckpointStore(tmp_path, keep_last=1, keep_every=0)
     store.save(1, state(straight, optimizer), {}, {}, wait=True)
     store.at(1).load(state(resumed, again))
     again.restore_updates(optimizer.num_updates)
     for model, one in ((straight, optimizer), (resumed, again)):
-        trained(model, one, range(2, 4))
+        take_steps(model, one, range(2, 4), LR)
     assert before == list(state(straight, optimizer))
     found = state(resumed, again)
     for name, tensor in state(straight, optimizer).items():
@@ -188,7 +175,7 @@ def test_the_account_foretells_states_and_the_peak_of_the_update(master: bool, m
     model, optimizer = made(WIDE, dtype, settings)
     held = sum(tensor.nbytes for _, tensor in states_of(optimizer).items())
     assert costs.ends.optimizer + sum(costs.classes[number].optimizer for number in costs.blocks) == held
-    trained(model, optimizer, range(1))
+    take_steps(model, optimizer, range(1), LR)
     give_gradients(model, 1)
     real = allocator_peak(lambda: optimizer.step(LR))
     assert real <= costs.optimizer_peak <= 1.02 * real
