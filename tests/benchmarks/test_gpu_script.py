@@ -10,6 +10,7 @@ from pathlib import Path
 
 import accumulator
 import gpu
+import gpu_checks
 import gpu_session
 import memory
 import pytest
@@ -21,11 +22,11 @@ from scrimp.gemm.backends.operands import KernelCodes
 CPU = torch.device("cpu")
 
 
-def session(tmp_path: Path, budget_s: float = 100.0) -> gpu.Session:
-    return gpu.Session(tmp_path, tmp_path, "checks", "today", budget_s)
+def session(tmp_path: Path, budget_s: float = 100.0) -> gpu_session.Session:
+    return gpu_session.Session(tmp_path, tmp_path, "checks", "today", budget_s)
 
 
-def passes(_: gpu.Session) -> gpu.Outcome:
+def passes(_: gpu_session.Session) -> gpu_session.Outcome:
     return "fine", True, "1"
 
 
@@ -33,7 +34,7 @@ def passes(_: gpu.Session) -> gpu.Outcome:
 
 
 def test_a_failed_check_does_not_hide_the_next_and_all_are_written(tmp_path: Path) -> None:
-    def broken(_: gpu.Session) -> gpu.Outcome:
+    def broken(_: gpu_session.Session) -> gpu_session.Outcome:
         raise RuntimeError("an illegal address")
 
     expected = [("broken", False, "an illegal address"), ("fine", True, "1")]
@@ -69,8 +70,8 @@ time.sleep(0 if sys.argv[1] == "leave" else 600)
     "how", ["leave", *(pytest.param(how, marks=pytest.mark.slow) for how in ("stay", "apart"))]
 )
 def test_all_that_a_command_started_is_dead_after_its_limit_or_its_end(tmp_path: Path, how: str) -> None:
-    def starts(here: gpu.Session) -> gpu.Outcome:
-        here.command(*gpu.python("-c", STARTS_ANOTHER, how))
+    def starts(here: gpu_session.Session) -> gpu_session.Outcome:
+        here.command(*gpu_session.python("-c", STARTS_ANOTHER, how))
         return "starts", True, "ended"
 
     here = session(tmp_path)
@@ -91,7 +92,7 @@ def test_what_a_killed_command_said_is_kept(tmp_path: Path, monkeypatch: pytest.
     here = session(tmp_path)
     here.begin("says", 2)
     with pytest.raises(gpu_session.OverLimitError):
-        here.command(*gpu.python("-c", "import time; print('so far'); time.sleep(600)"))
+        here.command(*gpu_session.python("-c", "import time; print('so far'); time.sleep(600)"))
     assert (here.logs / "01-says.out").read_text() == "so far\n"
 
 
@@ -99,7 +100,7 @@ def test_logs_are_kept_in_full(tmp_path: Path) -> None:
     here = session(tmp_path)
     here.begin("speaks a lot", 60)
     long = "import sys; print('x' * 100_000); print('trouble', file=sys.stderr); sys.exit(3)"
-    done = here.command(*gpu.python("-c", long))
+    done = here.command(*gpu_session.python("-c", long))
     assert (done.returncode, len(done.stdout), done.stderr) == (3, 100_001, "trouble\n")
     assert (here.logs / "01-speaks-a-lot.out").stat().st_size == 100_001
     assert (here.logs / "01-speaks-a-lot.err").read_text() == "trouble\n"
@@ -113,9 +114,9 @@ def test_what_builds_on_a_run_that_failed_is_skipped_and_says_why(tmp_path: Path
     checks = gpu.limited(
         10,
         lambda s: ("first", True, str(s.run_of("first", fails))),
-        gpu.check_resume,
-        gpu.check_memory,
-        gpu.check_export,
+        gpu_checks.check_resume,
+        gpu_checks.check_memory,
+        gpu_checks.check_export,
         lambda s: ("again", True, str(s.run_of("first", fails))),
     )
     outcomes = gpu.run_part("checks", checks, here, {})
@@ -145,7 +146,7 @@ def test_the_smoke_test_says_what_failed(tmp_path: Path) -> None:
         pytest.skip("needs a torch without CUDA")
     here = session(tmp_path)
     here.begin("smoke", 60)
-    _, held, figure = gpu.check_smoke(here)
+    _, held, figure = gpu_checks.check_smoke(here)
     assert not held
     assert "CUDA" in figure
 
@@ -178,7 +179,7 @@ def test_every_part_that_is_named_runs_and_fits_a_command(tmp_path: Path) -> Non
     ],
 )
 def test_tests_count_only_if_some_passed_and_none_failed(summary: str, expected: bool) -> None:
-    assert gpu.some_passed(summary) is expected
+    assert gpu_checks.some_passed(summary) is expected
 
 
 def test_the_doctor_figure_names_what_is_wrong() -> None:
@@ -186,7 +187,7 @@ def test_the_doctor_figure_names_what_is_wrong() -> None:
         {"recipe": "fp8", "gemm": "fprop", "backend": "torch", "status": status}
         for status in ("works", "works", "wrong")
     ]
-    assert gpu.doctor_figures(found) == "2 works, 1 wrong (fp8 fprop torch)"
+    assert gpu_checks.doctor_figures(found) == "2 works, 1 wrong (fp8 fprop torch)"
 
 
 @pytest.mark.parametrize(("last", "expected"), [(2.1, True), (2.4, False), (1.6, False)])
@@ -197,7 +198,7 @@ def test_a_recipe_must_end_near_bf16(tmp_path: Path, last: float, expected: bool
         here.runs[recipe].mkdir()
         lines = [json.dumps({"step": step, "loss": 6.0 if step < 3 else end}) for step in range(1, 9)]
         (here.runs[recipe] / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    assert gpu.check_losses("fp8", here)[1] is expected
+    assert gpu_checks.check_losses("fp8", here)[1] is expected
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, True), (0.01, False), (None, False)])
@@ -206,7 +207,7 @@ def test_fp4_is_exact_only_if_every_element_is(share: float | None, expected: bo
     rows = [used | {"inexact, share": 0.0}, used if share is None else used | {"inexact, share": share}]
     other = {"way": "torch, fast accumulation", "inexact, share": 0.5}
     for order in (rows, rows[::-1]):
-        held, figure = gpu.exact_figures({"exact": [*order, other]})
+        held, figure = gpu_checks.exact_figures({"exact": [*order, other]})
         assert held is expected
     assert "torch, fast accumulation: 50.0% inexact" in figure
 
