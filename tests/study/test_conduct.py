@@ -13,7 +13,7 @@ from scrimp.errors import ConfigError, StorageError
 from scrimp.study.conduct import STUDY_FILE, begin, conduct, jobs_of, lock_folder
 from scrimp.study.definition import Study
 from scrimp.study.job import Job, refuse_other_settings
-from scrimp.study.rounds import is_finished, round_of
+from scrimp.study.rounds import is_finished, reached_round
 from scrimp.study.rows import append_row, read_rows
 
 LOSSES = {"a": 1.0, "b": 2.0, "c": 0.5, "d": 3.0, "e": 0.7}
@@ -110,14 +110,16 @@ def test_rows_of_variants_that_are_gone_are_left_out(tmp_path: Path) -> None:
 
 def test_timed_runs_take_turns_in_changing_order() -> None:
     study = study_of(("a", "b"), head='figure = "tokens_per_second"')
-    jobs = jobs_of(study, round_of(study, {}, 0), Path(), dict.fromkeys("ab", PROBE), at_once=1, trusts=False)
+    jobs = jobs_of(
+        study, reached_round(study, {}), Path(), dict.fromkeys("ab", PROBE), at_once=1, trusts=False
+    )
     assert [one.name for one in jobs] == ["a-seed0", "b-seed0", "b-seed1", "a-seed1", "a-seed2", "b-seed2"]
 
 
 def test_runs_get_the_micro_batch_of_their_probe_and_keep_their_digest() -> None:
     study = study_of()
     jobs = jobs_of(
-        study, round_of(study, {}, 0), Path(), dict.fromkeys("abc", PROBE), at_once=1, trusts=False
+        study, reached_round(study, {}), Path(), dict.fromkeys("abc", PROBE), at_once=1, trusts=False
     )
     assert jobs[0].settings["train.micro_batch"] == 4
     assert "train.micro_batch" not in study.settings_of(study.variants[0], 0)

@@ -32,6 +32,13 @@ name = "fp8"
 precision = "fp8,*.wgrad=bf16"
 optimizer.lr = 0.1
 """
+DESCENT = """
+seeds = 2
+[settings]
+train.steps = 8
+[descent]
+optimizer.lr = [1e-3, 2e-3, 4e-3]
+"""
 TARGET = LIST.replace('figure = "training_loss"', 'figure = "steps_to_target"\ntarget = 5.2').replace(
     "train.steps = 8", "train.steps = 8\ntrain.batch_tokens = 512\nevaluation.every = 2"
 )
@@ -196,8 +203,26 @@ REFUSED = {
     "unknown setting": (LIST.replace("train.steps", "train.stepz"), "unknown key train.stepz", "steps = ..."),
     "type": (LIST.replace("train.steps = 8", 'train.steps = "8"'), "wrong type", "without quotes"),
     "impossible value": (LIST.replace("optimizer.lr = 0.1", "optimizer.lr = 7.0"), "fp8 in mine.toml", None),
-    "no variants": ("[settings]\ntrain.steps = 8", "no variants", "add one of the two"),
-    "both": (LIST + "[grid]\nprecision = ['fp8']", "both variants and a grid", "remove one"),
+    "no variants": ("[settings]\ntrain.steps = 8", "no variants", "add one of them"),
+    "both": (LIST + "[grid]\nprecision = ['fp8']", "variants and grid", "keep one"),
+    "descent and grid": (GRID + "[descent]\nprecision = ['bf16', 'fp8']", "grid and descent", "keep one"),
+    "descent with a control": (
+        DESCENT.replace("seeds", "control = 'lr=0.004'\nseeds"),
+        "control lr=0.004",
+        None,
+    ),
+    "descent with halving": (DESCENT + "[halving]\n", "[halving]", None),
+    "descent by speed": (
+        DESCENT.replace("seeds", "figure = 'tokens_per_second'\nseeds"),
+        "figure tokens_per_second",
+        None,
+    ),
+    "descent along one value": (
+        DESCENT.replace("[1e-3, 2e-3, 4e-3]", "[1e-3]"),
+        "descent.optimizer.lr",
+        None,
+    ),
+    "descent along equal values": (DESCENT.replace("2e-3", "1e-3"), "are called lr=0.001", None),
     "no name": (LIST.replace('name = "fp8"\n', ""), "variant 2", None),
     "bad name": (LIST.replace('name = "fp8"', 'name = "../fp8"'), "variant 2", None),
     "same name": (LIST.replace('name = "fp8"', 'name = "bf16"'), "called bf16", "name of its own"),

@@ -12,7 +12,7 @@ from scrimp.errors import ConfigError
 from scrimp.study.conduct import begin, conduct, jobs_of
 from scrimp.study.definition import Study, parse_study
 from scrimp.study.job import Job, refuse_other_settings
-from scrimp.study.rounds import round_of
+from scrimp.study.rounds import reached_round
 from scrimp.study.rows import Row, read_rows
 
 HEAD = """
@@ -136,7 +136,7 @@ def test_seeds_that_are_other_draws_are_refused() -> None:
 def test_beside_a_trunk_members_are_the_runs_alone(tmp_path: Path) -> None:
     study = study_of(RUNS + ENSEMBLE + "[trunk]\ntrain.steps = 5\n")
     probes = {one.name: PROBE for one in study.runs_of_a_seed}
-    jobs = jobs_of(study, round_of(study, {}, 0), tmp_path, probes, at_once=1, trusts=False)
+    jobs = jobs_of(study, reached_round(study, {}), tmp_path, probes, at_once=1, trusts=False)
     needs = {job.variant: [name for name, _, _ in job.needs] for job in jobs}
     assert needs == {"trunk": [], "plain": ["trunk"], "other": ["trunk"], "both": ["plain", "other"]}
 
@@ -149,7 +149,7 @@ def test_a_run_that_began_from_another_one_is_not_taken_over(tmp_path: Path) -> 
         next(
             job
             for job in jobs_of(
-                study, round_of(study, {}, 0), folder, dict.fromkeys(NAMES, PROBE), at_once=1, trusts=False
+                study, reached_round(study, {}), folder, dict.fromkeys(NAMES, PROBE), at_once=1, trusts=False
             )
             if job.variant == "longer"
         )

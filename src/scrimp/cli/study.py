@@ -20,7 +20,7 @@ from scrimp.study.looks import read_looks, record_looks
 from scrimp.study.page import write_page
 from scrimp.study.processes import LocalPlaces, Places
 from scrimp.study.progress import StudyProgress
-from scrimp.study.results import Results, results_of
+from scrimp.study.results import Results, descent_text, results_of
 from scrimp.study.rows import ROWS, Key, Row
 from scrimp.study.table import verdict_table
 
@@ -149,7 +149,7 @@ def _show(found: Study, rows: Mapping[Key, Row], folder: Path) -> int:
     advice = _next(results)
     if advice:
         console.print(advice, soft_wrap=True)
-    said = findings(results)
+    said = [*descent_text(found, rows), *findings(results)]
     for line in said:
         console.print(line, soft_wrap=True)
     console.print(f"report: {write_page(results, folder, said)}", soft_wrap=True)

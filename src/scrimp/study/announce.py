@@ -40,10 +40,16 @@ def announcement(
     steps = f"{min(each):,}" if len(each) == 1 else f"{min(each):,} to {max(each):,}"
     count, seeds = len(study.variants) * len(study.seeds), len(study.seeds)
     done = sum(len(one.values.keys() & set(study.seeds)) for one in results_of(study, rows).outcomes)
+    runs = f"x {seeds} {'seed' if seeds == 1 else 'seeds'} = {count} runs"
     lines = [
-        f"{study.name}: {len(study.variants)} variants x {seeds} {'seed' if seeds == 1 else 'seeds'} = {count} runs "
-        f"of {steps} steps, {FIGURES[study.figure]}, control {study.control}"
+        f"{study.name}: {len(study.variants)} variants {runs} of {steps} steps, {FIGURES[study.figure]}, "
+        f"control {study.control}"
     ]
+    if study.descent is not None:
+        lines.append(
+            f"a descent along {', '.join(study.descent.values)}, "
+            f"which runs {len(study.descent.least())} of the variants or more"
+        )
     if study.trunk is not None:
         lines.append(
             f"all runs of a seed go on from one run of {steps_of(study.trunk):,} steps, made before them"
@@ -60,9 +66,10 @@ def announcement(
     if done:
         lines.append(f"{done} of them are done")
     lines += [f"  {line}" for line in _costs(study, probes)]
+    about = "about" if study.descent is None else "at least"
     lines.append(
         f"{places} at once ({limited_by}), {threads} {'thread' if threads == 1 else 'threads'} each: "
-        f"about {format_duration(seconds)} for what is left (predicted from first steps; evaluations not counted)"
+        f"{about} {format_duration(seconds)} for what is left (predicted from first steps; evaluations not counted)"
     )
     return [*lines, visible_text(study, rows, looks)]
 

@@ -12,7 +12,7 @@ from scrimp.config import Config, check_values, nearest_word, ranks_of, replace_
 from scrimp.errors import ConfigError, ScrimpError
 from scrimp.study.comparisons import pairs_for_bootstrap
 from scrimp.study.rows import MOST_POINTS
-from scrimp.study.variants import MOST_RUNS, SEEDS_OF_DRAWS, SEEDS_OF_TRUNKS, TRUNK, Variant
+from scrimp.study.variants import MOST_RUNS, SEEDS_OF_DRAWS, SEEDS_OF_TRUNKS, TRUNK, Variant, shown
 
 if TYPE_CHECKING:
     from scrimp.study.definition import Halving, Study
@@ -63,6 +63,7 @@ def check_whole(study: Study, where: str) -> None:
         )
     _check_target(study, where)
     _check_needs(study, where)
+    _check_descent(study, where)
     _check_shared(study, where)
     if study.trunk is not None:
         _check_trunk(study, study.trunk, where)
@@ -171,6 +172,33 @@ def _check_needs(study: Study, where: str) -> None:
         )
     if study.named(study.control).combined is not None:
         raise ConfigError(f"the control in {where} is no run", got=study.control, do="name a run as control")
+
+
+def _check_descent(study: Study, where: str) -> None:
+    """Refuse what a descent has no use for, and lists of one value."""
+    if study.descent is None:
+        return
+    start = study.variants[study.descent.number(study.descent.start)].name
+    beside = {
+        "[halving]": study.halving is not None,
+        f"figure {study.figure}": study.figure not in ("held_out_loss", "training_loss"),
+        f"control {study.control}": study.control != start,
+        "runs that need others": any(one.needs for one in study.variants),
+    }
+    if any(beside.values()):
+        raise ConfigError(
+            f"descent in {where} does not go with "
+            + ", ".join(name for name, is_so in beside.items() if is_so),
+            expected="a loss, of whole runs; the control is where it begins",
+            do="leave that out",
+        )
+    for key, values in study.descent.values.items():
+        if len(values) < 2:
+            raise ConfigError(
+                f"descent.{key} in {where} is no list to descend along",
+                got=shown(list(values)),
+                expected="two or more values, in order",
+            )
 
 
 def _check_settings(variant: Variant, where: str) -> None:

@@ -29,7 +29,7 @@ from scrimp.study.definition import Study, load_study, parse_study
 from scrimp.study.estimate import Probe, threads_of, with_micro_batch
 from scrimp.study.job import Job, finished_row, has_reached, read_run_of, row_of, run_name
 from scrimp.study.processes import Places
-from scrimp.study.rounds import Round, count_of, round_of, steps_of
+from scrimp.study.rounds import Round, rounds, steps_of
 from scrimp.study.rows import Key, Row, append_row, read_rows, rows_of_study
 from scrimp.study.variants import TRUNK, Variant
 
@@ -119,14 +119,15 @@ def conduct(
     rows = rows_of(study, folder)
     retried: set[Key] = {key for key, row in rows.items() if row.error is not None}
     try:
-        for number in range(count_of(study)):
-            now = round_of(study, rows, number)
+        before: Round | None = None
+        for now in rounds(study, rows):
+            if before is not None and not before.ends_runs:
+                watcher.dropped(
+                    [name for name in before.steps if name not in now.steps], max(before.steps.values())
+                )
             jobs = jobs_of(study, now, folder, probes, at_once=places.count, trusts=trusts)
             _run(_waiting(jobs, rows, retried), folder, rows, places, watcher)
-            if not now.is_last:
-                going_on = {one.name for one in round_of(study, rows, number + 1).variants}
-                gone = [one.name for one in now.variants if one.name not in going_on]
-                watcher.dropped(gone, max(now.steps.values()))
+            before = now
     finally:
         places.close()
     return rows
@@ -156,7 +157,7 @@ def jobs_of(
                     digest=study.digest(variant, seed),
                     settings=_settings_of(study, variant, seed, probes[variant.name], runs),
                     steps=steps_of(variant) if is_trunk else now.steps[variant.name],
-                    stops_there=not now.is_last and not is_trunk,
+                    stops_there=not now.ends_runs and not is_trunk,
                     folder=runs,
                     figure=study.recorded_figure,
                     threads=threads,

@@ -14,7 +14,10 @@ A file has the common settings of all runs, and either a list of variants or a g
     [grid]                           # all combinations of these
     optimizer.lr = [1e-3, 3e-3]
 
-    [[variants]]                     # or, instead of a grid, one by one
+    [descent]                        # or, instead of a grid, those on the way to the best (`scrimp.study.descent`)
+    optimizer.lr = [1e-3, 3e-3]
+
+    [[variants]]                     # or one by one
     name = "fp8"
     precision = "fp8"
 
@@ -54,6 +57,7 @@ from scrimp.errors import ConfigError
 from scrimp.files import read_bounded
 from scrimp.study.checks import check_control, check_whole
 from scrimp.study.comparisons import IntervalName, share_of_error
+from scrimp.study.descent import Descent
 from scrimp.study.rows import digest_of
 from scrimp.study.variants import (
     MOST_RUNS,
@@ -62,6 +66,7 @@ from scrimp.study.variants import (
     TRUNK,
     Settings,
     Variant,
+    lists_of,
     ordered,
     settings_of_part,
     shown,
@@ -75,7 +80,9 @@ RecordedFigure = Literal["held_out_loss", "training_loss", "tokens_per_second"]
 """What a row has of every run."""
 FigureName = Literal[RecordedFigure, "steps_to_target"]
 _SHIPPED: Final = Path(__file__).parent / "shipped"
-_CONTAINERS: Final = ("seeds", "settings", "variants", "grid", "halving", "trunk", "submissions", "given")
+_CONTAINERS: Final = (
+    "seeds", "settings", "variants", "grid", "descent", "halving", "trunk", "submissions", "given",
+)  # fmt: skip
 _RANGES: Final = {
     "confidence": Range(0.5, 1 - 1e-9),
     "power": Range(0.05, 0.999, above=True),
@@ -140,6 +147,8 @@ class Study(_Head):
     seeds: tuple[int, ...]
     variants: tuple[Variant, ...]
     halving: Halving | None = None
+    descent: Descent | None = None
+    """Of the variants, which are all combinations of its values, those are run that it comes to."""
     trunk: Variant | None = None
     """What all runs of a seed go on from; None: they begin with weights of their own."""
     submissions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -297,7 +306,7 @@ def parse_study(text: str, *, name: str, where: str) -> Study:
         raise ConfigError(
             f"{where} is not valid TOML",
             got=str(error) or type(error).__name__,
-            expected="a study: seeds = 3, [settings], and [[variants]] or [grid]",
+            expected="a study: seeds = 3, [settings], and [[variants]], [grid] or [descent]",
             do="correct that line",
         ) from None
     head = _read_head(table, where)
@@ -312,7 +321,9 @@ def parse_study(text: str, *, name: str, where: str) -> Study:
     trunk = _trunk(table, common, of_trunk, where)
     if trunk is not None:
         variants = tuple(_after_trunk(one, trunk) for one in variants)
-    head["control"] = head.get("control") or variants[0].name
+    descent = Descent(lists_of(table, "descent", where)) if "descent" in table else None
+    first = variants[0 if descent is None else descent.number(descent.start)].name
+    head["control"] = head.get("control") or first
     check_control(head["control"], variants, where)
     variants = ordered(variants, where)
     found = Study(
@@ -321,6 +332,7 @@ def parse_study(text: str, *, name: str, where: str) -> Study:
         seeds=_seeds(table.get("seeds", 3), where),
         variants=variants,
         halving=_halving(table, where),
+        descent=descent,
         trunk=trunk,
         submissions=submissions_of(table, variants, where),
         **head,

@@ -166,7 +166,11 @@ def _left(study: Study, done: Mapping[tuple[str, int], int]) -> list[tuple[str, 
 
 
 def _ends(study: Study) -> list[tuple[Variant, list[int]]]:
-    """Where each variant's rounds end; of halving as if the ones listed first went on."""
+    """Where each variant's rounds end; of halving as if the ones listed first went on, of a descent as if it ended
+    where it begins."""
+    if study.descent is not None:
+        least = [study.variants[study.descent.number(one)] for one in study.descent.least()]
+        return [(one, [steps_of(one)]) for one in [*([study.trunk] if study.trunk else []), *least]]
     if study.halving is None:
         return [(one, [steps_of(one)]) for one in study.runs_of_a_seed if one.combined is None]
     ends = study.halving.steps(steps_of(study.variants[0]))

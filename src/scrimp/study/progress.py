@@ -41,7 +41,9 @@ class StudyProgress:
         self._tasks: dict[str, Any] = {}
 
     def started(self, job: Job) -> None:
-        """A run begins, or goes on."""
+        """A run begins, or goes on. A descent makes more than those that were foreseen."""
+        if self._ended + len(self._going) >= self._total:
+            self._total, self._steps = self._total + 1, self._steps + job.steps
         self._going[job.name] = (0, job.steps)
 
     def going(self, steps: Mapping[str, int]) -> None:

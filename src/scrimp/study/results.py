@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -20,7 +20,7 @@ from scrimp.study.comparisons import MOST_PAIRS, Comparison, compare
 from scrimp.study.definition import FigureName, Study
 from scrimp.study.looks import Look, Looks, confidence_of, number_of
 from scrimp.study.pairs import compared_step, differences, figure_of, last_steps, seeds_of, with_other_data
-from scrimp.study.rounds import is_finished, reached_round
+from scrimp.study.rounds import is_finished, loss_of, reached_round, standing, visited
 from scrimp.study.rows import Curve, Key, Row
 
 FIGURES: Final[dict[FigureName, str]] = {
@@ -93,8 +93,9 @@ def results_of(study: Study, rows: Mapping[Key, Row], looks: Looks | None = None
     Args:
         looks: at verdicts of the study, before this one.
     """
+    whole, study = study, replace(study, variants=visited(study, rows), descent=None)
     seeds, names = seeds_of(study, rows), [one.name for one in study.variants]
-    going_on = {one.name for one in reached_round(study, rows).variants}
+    going_on = reached_round(whole, rows).steps if whole.halving is not None else names
     outcomes = tuple(
         _outcome(study, rows, name, (looks or {}).get(name, ()), is_dropped=name not in going_on)
         for name in names
@@ -107,7 +108,7 @@ def results_of(study: Study, rows: Mapping[Key, Row], looks: Looks | None = None
         seeds=tuple(seeds),
         done=done,
         planned=len(names) * len(seeds),
-        is_finished=is_finished(study, rows),
+        is_finished=is_finished(whole, rows),
         rows=tuple(rows.values()),
     )
 
@@ -167,6 +168,28 @@ def _control_mean(
 
 def _centre(study: Study, values: Collection[float]) -> float:
     return (statistics.median if study.figure == "steps_to_target" else statistics.fmean)(values)
+
+
+def descent_text(study: Study, rows: Mapping[Key, Row]) -> list[str]:
+    """Where a descent stands, and what says that its lists are too short; nothing of another study."""
+    descent = study.descent
+    if descent is None:
+        return []
+    loss, ran = loss_of(study, descent, rows), len(visited(study, rows))
+    at = standing(study, descent, rows)
+    point = dict(zip(descent.values, at, strict=True))
+    words = ", ".join(f"{key} = {descent.values[key][index]}" for key, index in point.items())
+    ended = "ends at" if is_finished(study, rows) else "is not finished, and stands at"
+    found = [
+        f"The descent {ended} {words}: {FIGURES[study.figure]} {format_number(loss(at), 5)}, "
+        f"{ran} of {len(study.variants)} combinations."
+    ]
+    for key, index in point.items():
+        if index in (0, len(descent.values[key]) - 1):
+            found.append(
+                f"{key} = {descent.values[key][index]} is the end of its list: a better one may lie beyond."
+            )
+    return found
 
 
 def verdict_text(study: Study, comparison: Comparison, relative: float | None = None) -> str:

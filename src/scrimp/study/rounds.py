@@ -1,60 +1,111 @@
 """The rounds of a study: which variants run to which step, by the rows of the rounds before.
 
-Without halving there is one. With it a round ends at a step; the best by mean difference from the control go on, and
-the control with them. What is done follows from rows alone, so that a study that was killed decides the same again.
+Usually there is one. With halving a round ends at a step; the best by mean difference from the control go on, and
+the control with them. A descent (`scrimp.study.descent`) has a round for each place and setting: the variant there and
+its neighbours. What is done follows from rows alone, so that a study that was killed decides the same again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from scrimp.config import Config
-from scrimp.study.definition import Study
-from scrimp.study.pairs import differences
+from scrimp.study.definition import Halving, Study
+from scrimp.study.descent import Descent, Point
+from scrimp.study.pairs import differences, figure_of
 from scrimp.study.rows import Key, Row
 from scrimp.study.variants import Variant
 
 
 @dataclass(frozen=True)
 class Round:
-    """Variants that all run to one step."""
+    """Variants that run to a step each."""
 
     variants: tuple[Variant, ...]
     steps: dict[str, int]
     """The step at which the round ends, by variant."""
-    is_last: bool
+    ends_runs: bool = True
+    """Whether that is the runs' last step; else the best go on."""
 
 
-def count_of(study: Study) -> int:
-    """How many rounds there are."""
-    return 1 + (study.halving.rounds if study.halving else 0)
+def rounds(study: Study, rows: Mapping[Key, Row]) -> Iterator[Round]:
+    """The rounds one after the other; when the next one is asked for, the rows of those before it are there."""
+    if study.descent is not None:
+        for points in study.descent.path(loss_of(study, study.descent, rows)):
+            variants = tuple(study.variants[study.descent.number(one)] for one in points)
+            yield Round(variants, {one.name: steps_of(one) for one in variants})
+    elif study.halving is not None:
+        yield from _halved(study, study.halving, rows)
+    else:
+        yield Round(study.variants, {one.name: steps_of(one) for one in study.variants})
 
 
-def round_of(study: Study, rows: Mapping[Key, Row], number: int) -> Round:
-    """The variants of a round, from 0, by the rows of those before it."""
-    variants = study.variants
-    if study.halving is None:
-        return Round(variants, {one.name: steps_of(one) for one in variants}, True)
-    ends = study.halving.steps(steps_of(variants[0]))
-    for end in ends[:number]:
+def _halved(study: Study, halving: Halving, rows: Mapping[Key, Row]) -> Iterator[Round]:
+    variants, ends = study.variants, halving.steps(steps_of(study.variants[0]))
+    for end in ends:
+        yield Round(variants, dict.fromkeys((one.name for one in variants), end), end == ends[-1])
         others = [one for one in variants if one.name != study.control]
         scores = {one.name: _score(study, rows, one.name, end) for one in others}
         ranked = sorted(others, key=lambda one: scores[one.name])
-        kept = {one.name for one in ranked[: survivors(len(others), study.halving.factor)]} | {study.control}
+        kept = {one.name for one in ranked[: survivors(len(others), halving.factor)]} | {study.control}
         variants = tuple(one for one in variants if one.name in kept)
-    steps = dict.fromkeys((one.name for one in variants), ends[number])
-    return Round(variants, steps, number == len(ends) - 1)
+
+
+def loss_of(study: Study, descent: Descent, rows: Mapping[Key, Row]) -> Callable[[Point], float]:
+    """The mean figure of a point's runs; infinite where one is missing or failed."""
+
+    def loss(point: Point) -> float:
+        variant = study.variants[descent.number(point)]
+        found = [rows.get((variant.name, seed, steps_of(variant))) for seed in study.seeds]
+        values = [None if row is None else figure_of(study, row) for row in found]
+        return statistics.fmean(math.inf if one is None else one for one in values)
+
+    return loss
 
 
 def reached_round(study: Study, rows: Mapping[Key, Row]) -> Round:
     """The round that the study is in: all runs of those before it have a row."""
-    for number in range(count_of(study)):
-        now = round_of(study, rows, number)
-        keys = [(one.name, seed, now.steps[one.name]) for one in now.variants for seed in study.seeds]
-        if now.is_last or any(key not in rows for key in keys):
+    for now in rounds(study, rows):
+        if any(key not in rows for key in _keys(study, now)):
             break
     return now
+
+
+def is_finished(study: Study, rows: Mapping[Key, Row]) -> bool:
+    """Whether every run of every round has its figures."""
+    return all(
+        key in rows and rows[key].error is None for now in rounds(study, rows) for key in _keys(study, now)
+    )
+
+
+def standing(study: Study, descent: Descent, rows: Mapping[Key, Row]) -> Point:
+    """Where a descent stands: the best of the last round of which all runs have a row."""
+    loss = loss_of(study, descent, rows)
+    at = descent.start
+    for points in descent.path(loss):
+        if math.isinf(min(map(loss, points))):
+            break
+        at = min(points, key=loss)
+    return at
+
+
+def visited(study: Study, rows: Mapping[Key, Row]) -> tuple[Variant, ...]:
+    """The variants that rounds so far had; without a descent all."""
+    if study.descent is None:
+        return study.variants
+    found = dict[str, None]()
+    for now in rounds(study, rows):
+        found |= dict.fromkeys(now.steps)
+        if any(key not in rows for key in _keys(study, now)):
+            break
+    return tuple(one for one in study.variants if one.name in found)
+
+
+def _keys(study: Study, now: Round) -> list[Key]:
+    return [(name, seed, steps) for name, steps in now.steps.items() for seed in study.seeds]
 
 
 def _score(study: Study, rows: Mapping[Key, Row], variant: str, step: int) -> tuple[int, float]:
@@ -66,16 +117,6 @@ def _score(study: Study, rows: Mapping[Key, Row], variant: str, step: int) -> tu
         values = [rows[key].figures.get(study.figure) for key in keys if key in rows]
         found = [value for value in values if value is not None]
     return failed, sum(found) / len(found) if found else float("inf")
-
-
-def is_finished(study: Study, rows: Mapping[Key, Row]) -> bool:
-    """Whether every run of every round has its figures."""
-    for number in range(count_of(study)):
-        now = round_of(study, rows, number)
-        keys = [(one.name, seed, now.steps[one.name]) for one in now.variants for seed in study.seeds]
-        if any(key not in rows or rows[key].error is not None for key in keys):
-            return False
-    return True
 
 
 def survivors(count: int, factor: int) -> int:

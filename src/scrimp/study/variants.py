@@ -161,14 +161,20 @@ def variants_of(
     Args:
         given: settings that stand in for those of the variants that have them, else for the common ones.
     """
-    if ("variants" in table) == ("grid" in table):
+    given_as = [key for key in ("variants", "grid", "descent") if key in table]
+    if len(given_as) != 1:
         raise ConfigError(
-            f"{where} has " + ("both variants and a grid" if "grid" in table else "no variants"),
-            expected="either [[variants]], each with a name and settings, or [grid], with a list for each setting",
-            do="remove one of the two" if "grid" in table else "add one of the two",
+            f"{where} has {' and '.join(given_as) or 'no variants'}",
+            expected="[[variants]], a name and settings each, or [grid] or [descent], a list for each setting",
+            do="keep one of them" if given_as else "add one of them",
         )
-    own = _of_grid(table, where) if "grid" in table else _of_list(table["variants"], where)
-    further = {} if "grid" in table else _further(table["variants"], own, where)
+    listed = given_as == ["variants"]
+    own = (
+        _of_list(table["variants"], where)
+        if listed
+        else _of_lists(lists_of(table, given_as[0], where), where)
+    )
+    further = _further(table["variants"], own, where) if listed else {}
     names = [name for name, _ in own]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -282,30 +288,42 @@ def _combined(value: object, how: str, name: str, where: str) -> Combined:
     return Combined("ensemble" if how == "ensemble" else "merge", tuple(names))
 
 
-def _of_grid(table: Mapping[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
-    lists = _flat(table_of(table, "grid", where), where)
+def lists_of(table: Mapping[str, Any], part: str, where: str) -> dict[str, list[Any]]:
+    """The values of each setting of [grid] or [descent], settings of one section together.
+
+    Raises:
+        ConfigError: a setting has no list, or there are too many combinations.
+    """
+    lists = _flat(table_of(table, part, where), where)
     for key, values in lists.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(
-                f"grid.{key} in {where} is no list of values", got=shown(values), expected=f"{key} = [ ... ]"
+                f"{part}.{key} in {where} is no list of values",
+                got=shown(values),
+                expected=f"{key} = [ ... ]",
             )
         inner = next((one for one in lists if one.startswith(f"{key}.")), None)
         if inner is not None:
             raise ConfigError(
-                f"grid.{key} in {where} is a list of values, and a table with {inner} in it",
+                f"{part}.{key} in {where} is a list of values, and a table with {inner} in it",
                 expected="one of the two",
                 do=f"remove {key}, or {inner}",
             )
     count = math.prod(len(values) for values in lists.values())
     if not lists or count > MOST_RUNS:
         raise ConfigError(
-            f"the grid in {where} has {count if lists else 0:,} variants", expected=f"1 to {MOST_RUNS:,}"
+            f"the {part} in {where} has {count if lists else 0:,} variants", expected=f"1 to {MOST_RUNS:,}"
         )
+    return lists
+
+
+def _of_lists(lists: Mapping[str, list[Any]], where: str) -> list[tuple[str, dict[str, Any]]]:
+    """All combinations, the last list's values next to one another."""
     found = []
     for values in itertools.product(*lists.values()):
         chosen = dict(zip(lists, values, strict=True))
         words = ",".join(f"{key.rpartition('.')[2]}={_word(value)}" for key, value in chosen.items())
-        found.append((_folder_name(words), settings_of_part(_nested(chosen), where, "grid")))
+        found.append((_folder_name(words), settings_of_part(_nested(chosen), where, "combinations")))
     return found
 
 
@@ -331,7 +349,7 @@ def _flat(table: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, A
         twice = sorted(found.keys() & part.keys())
         if twice:
             raise ConfigError(
-                f"the grid of {where} has {', '.join(twice)} twice",
+                f"{where} has {', '.join(twice)} twice",
                 got="the name in quotes, and in a table",
                 do="keep one of them",
             )
