@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -11,7 +12,7 @@ from decoder_reference import FAMILIES, LLAMA, filled, packed_logits, weights_of
 from scrimp.config import Sampling
 from scrimp.errors import ConfigError, ModelError
 from scrimp.models import generation
-from scrimp.models.generation import choose, generate
+from scrimp.models.generation import cache_bytes, choose, generate, write_rows
 from scrimp.models.model import Model
 
 PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9]
@@ -123,3 +124,49 @@ def test_top_k_and_top_p_keep_the_most_probable_tokens() -> None:
     assert set(draws(LOGITS, top_p=0.9)) == {1, 2, 0}
     assert set(draws(LOGITS, top_k=3, top_p=0.95)) == {1, 2, 0}
     assert set(draws(LOGITS, temperature=0.0)) == {1}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(("closing_id", "cuts"), [(None, True), (5, True), (None, False)])
+def test_rows_are_drawn_from_the_mean_logits_of_whole_documents(
+    family: str, closing_id: int | None, cuts: bool
+) -> None:
+    first = FAMILIES[family]
+    models = [filled(first), filled(dataclasses.replace(first, num_layers=1))]
+    rows = write_rows(
+        models, 3, 24, entries=50, delimiter_id=7, closing_id=closing_id, cuts_documents=cuts,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    draws, ended = torch.Generator().manual_seed(0), 0
+    for at in range(1, 24):
+        p_RV = torch.softmax(torch.stack([_last_logits(models, row[:at], cuts) for row in rows]), dim=-1)
+        drawn = torch.multinomial(p_RV, 1, generator=draws)[:, 0]
+        if closing_id is not None:
+            ends = rows[:, at - 1] == closing_id
+            drawn[ends], ended = 7, ended + int(ends.sum())
+        assert rows[:, at].tolist() == drawn.tolist()
+    assert (rows[:, 0] == 7).all()
+    assert closing_id is None or ended
+
+
+def _last_logits(models: list[Model], row: torch.Tensor, cuts: bool) -> torch.Tensor:
+    """The mean logits behind a row, of its last document alone where documents are cut."""
+    start = int((row == 7).nonzero()[-1]) if cuts else 0
+    ids = row[None, start:]
+    each = [packed_logits(one.architecture, weights_of(one), ids, [0, ids.shape[1]])[-1] for one in models]
+    return torch.stack(each)[:, :50].double().mean(0)
+
+
+def test_what_the_cache_of_a_row_takes_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[generation._Cache] = []
+
+    class Cache(generation._Cache):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(generation, "_Cache", Cache)
+    model = filled(LLAMA)
+    list(generate(model, PROMPT, max_tokens=20))
+    held = [one for cache in made for one in (cache.keys, cache.values) if one is not None]
+    assert sum(one.numel() * one.element_size() for one in held) == cache_bytes(LLAMA, 28, 4)

@@ -157,6 +157,8 @@ class ObjectiveConfig:
     """distill: runs or Hugging Face folders, separated by commas. Of several the logits are averaged."""
     teacher_weight: float = 0.5
     """distill: share of the loss that is the teachers'."""
+    written: float = 0.0
+    """distill: share of the samples that the teachers write themselves, before the run begins."""
     z_loss: float = 0.0
     """Weight of the squared log-partition penalty; 0 switches it off."""
 

@@ -95,6 +95,7 @@ RANGES: dict[str, Range] = {
     "optimizer.clip": Range(0, 10**9),
     "objective.z_loss": Range(0, 1),
     "objective.teacher_weight": Range(0, 1, above=True),
+    "objective.written": Range(0, 1, below=True),
     "train.loss_chunk": _COUNT_OR_OFF,
     "layout.dp": _COUNT,
     "layout.fsdp": _COUNT,

@@ -38,11 +38,13 @@ from scrimp.data.corpus_manifest import (
     shards_at,
 )
 from scrimp.data.corpus_text import CorpusSpec, CorpusText
+from scrimp.data.interleave import Interleave
 from scrimp.data.prepare import EARLIER_RULES, corpus_settings, open_text_source, prepare
 from scrimp.data.progress_line import note
 from scrimp.data.shards import BoolArray, Int64Array, Shard, damaged, read_header
 from scrimp.data.sources import HUB
 from scrimp.data.tokenizer import Tokenizer, load_tokenizer
+from scrimp.data.written import WrittenText
 from scrimp.errors import DataError, StorageError
 from scrimp.files import make_folder, user_cache
 
@@ -71,6 +73,8 @@ class TokenStream:
         self._shards: dict[int, Shard] = {}
         self._ends = np.cumsum([entry.num_tokens for entry in entries]).tolist() if entries else []
         self.closing_id = closing_id
+        self.beside: tuple[WrittenText, Interleave] | None = None
+        """Rows that are trained on beside it, and whose turn a sample is: its own, or theirs."""
         self.num_tokens: int = sum(entry.num_tokens for entry in entries)
         self.num_documents: int = sum(entry.num_documents for entry in entries)
         self.text_bytes: int = sum(entry.text_bytes for entry in entries)

@@ -9,7 +9,8 @@ Order      Position p of the run is sample `SampleIndex(num_samples, seed)[p]`. 
            the whole state: step s of any run takes the positions s * S to s * S + S - 1, cut
            into equal parts by rank. The union over ranks is the same for every world size.
 Mixtures   Position p is a sample of the source that `Interleave` says, and of that source's own
-           order the one after those that came before (see mixture).
+           order the one after those that came before (see mixture). Text that models wrote is read the same way
+           beside a stream (see written).
 Documents  `document_starts` are the borders attention must not cross, over the flattened
            B * T tokens: every row begins a document, whatever it continues. The last token of
            a document has the next document's delimiter as target; where the tokenizer ends
@@ -41,6 +42,7 @@ from scrimp.data.index import SampleIndex
 from scrimp.data.interleave import Interleave
 from scrimp.data.mixture import MixedStream
 from scrimp.data.packing import Packed, packed
+from scrimp.data.written import WrittenText
 from scrimp.errors import DataError
 
 PREFETCHED_STEPS = 2
@@ -82,7 +84,7 @@ class Windows:
 class Shuffled:
     """The rows of one stream, in another order in each epoch."""
 
-    def __init__(self, rows: Windows | Packed, seed: int) -> None:
+    def __init__(self, rows: Windows | Packed | WrittenText, seed: int) -> None:
         self._rows, self._index = rows, SampleIndex(rows.num_samples, seed)
         self.num_samples = rows.num_samples
 
@@ -110,7 +112,11 @@ def _ordered(
     if isinstance(stream, MixedStream):
         parts = [Shuffled(_rows_of(one, sequence, mask_documents), seed) for one in stream.streams]
         return Mixed(parts, stream.order)
-    return Shuffled(_rows_of(stream, sequence, mask_documents), seed)
+    own = Shuffled(_rows_of(stream, sequence, mask_documents), seed)
+    if stream.beside is None:
+        return own
+    written, order = stream.beside
+    return Mixed([own, Shuffled(written, seed)], order)
 
 
 def passes_over(stream: MixedStream, sequence: int, samples: int) -> list[float]:

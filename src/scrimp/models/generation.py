@@ -9,16 +9,18 @@ Choice   temperature 0: the most probable token. Otherwise softmax(logits / temp
          cut to the top_k most probable tokens and then to the smallest set of them that
          holds top_p of the probability, drawn by a generator of its own on the CPU: the same
          seed gives the same text whatever else draws random numbers.
-Limits   One sequence. With a sliding window the whole past is kept; attention reads its end.
+Rows     `generate` continues one prompt. `write_rows` writes many texts at once from nothing, each token by the mean
+         logits of one or several models, as an ensemble would: every row has as many tokens.
+Limits   With a sliding window the whole past is kept; attention reads its end.
 Checked  tests/models/test_generation.py: against full recomputation, token by token.
 
-Shapes: T new tokens, P past tokens, D width, H query heads, N KV heads, G = H + 2 N,
-K head size, V vocabulary; 1 is the single row.
+Shapes: R rows, T new tokens, P past tokens, D width, H query heads, N KV heads, G = H + 2 N,
+K head size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -28,6 +30,7 @@ from torch import Tensor
 from scrimp.config.architecture import Architecture
 from scrimp.config.sampling import GREEDY, Sampling
 from scrimp.errors import ConfigError, ModelError
+from scrimp.models.kinds import spec_of
 from scrimp.models.masks import allowed
 from scrimp.models.model import Model
 from scrimp.models.rope import rope_tables, rotate
@@ -69,13 +72,66 @@ def generate(
         caches = [_Cache() for _ in model.blocks]
         new = list(prompt_ids)
         for _ in range(max_tokens):
-            token = agreed(choose(_next_logits(model, new, caches), sampling, generator))
+            (logits_V,) = _next_logits(model, torch.tensor([new]), caches)
+            token = agreed(choose(logits_V, sampling, generator))
             if token in end_ids:
                 return
             yield token
             new = [token]
 
     return tokens()
+
+
+def write_rows(
+    models: Sequence[Model],
+    rows: int,
+    tokens: int,
+    *,
+    entries: int,
+    delimiter_id: int,
+    closing_id: int | None,
+    cuts_documents: bool,
+    generator: torch.Generator,
+    on_tokens: Callable[[int], None] = lambda count: None,
+) -> Tensor:
+    """Documents out of nothing, one after the other until a row is full: int64 on the CPU, shape (rows, tokens).
+
+    Every token is drawn from softmax(mean over models of their logits).
+
+    Args:
+        models: with one vocabulary, each on any device.
+        tokens: of a row, at most one more than any model's context: the last one is never read.
+        entries: of the tokenizer; models may have more rows, which mean nothing.
+        delimiter_id: begins a document.
+        closing_id: ends one; None: the next one's delimiter does.
+        cuts_documents: a document sees nothing of those before it.
+        generator: on the CPU; decides the draws.
+        on_tokens: is told of tokens as they are written.
+    """
+    ids_RT = torch.full((rows, tokens), delimiter_id)
+    starts_R = torch.zeros(rows, dtype=torch.int64)
+    caches = [[_Cache() for _ in model.blocks] for model in models]
+    for at in range(1, tokens):
+        last_R = ids_RT[:, at - 1]
+        starts_R[last_R == delimiter_id] = at - 1
+        seen = starts_R if cuts_documents else None
+        of_each = [
+            _next_logits(model, last_R[:, None], own, seen)[:, :entries].double().cpu()
+            for model, own in zip(models, caches, strict=True)
+        ]
+        p_RV = torch.softmax(torch.stack(of_each).mean(0), dim=-1)
+        ids_RT[:, at] = torch.multinomial(p_RV, 1, generator=generator)[:, 0]
+        if closing_id is not None:
+            ids_RT[last_R == closing_id, at] = delimiter_id
+        on_tokens(rows)
+    return ids_RT
+
+
+def cache_bytes(architecture: Architecture, tokens: int, itemsize: int) -> int:
+    """Bytes of the keys and values of one row of so many tokens."""
+    each = (block.attention for block in spec_of(architecture).blocks)
+    numbers = sum(one.num_kv_heads * (one.head_size + (one.value_size or one.head_size)) for one in each)
+    return -(-tokens // CACHE_TOKENS) * CACHE_TOKENS * numbers * itemsize
 
 
 def _check_prompt(architecture: Architecture, prompt_ids: list[int], max_tokens: int) -> None:
@@ -125,68 +181,88 @@ def choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
 
 class _Cache:
-    """Keys and values of one block, (1, N, capacity, K), of which the first `length` are filled."""
+    """Keys and values of one block, (R, N, capacity, K), of which the first `length` are filled."""
 
     def __init__(self) -> None:
         self.length = 0
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def append(self, k_1NTK: Tensor, v_1NTK: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, k_RNTK: Tensor, v_RNTK: Tensor) -> tuple[Tensor, Tensor]:
         """Add new tokens; all keys and values so far."""
-        stop = self.length + k_1NTK.shape[2]
-        self.keys = self._written(self.keys, k_1NTK, stop)
-        self.values = self._written(self.values, v_1NTK, stop)
+        stop = self.length + k_RNTK.shape[2]
+        self.keys = self._written(self.keys, k_RNTK, stop)
+        self.values = self._written(self.values, v_RNTK, stop)
         self.length = stop
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
-    def _written(self, store: Tensor | None, new_1NTK: Tensor, stop: int) -> Tensor:
+    def _written(self, store: Tensor | None, new_RNTK: Tensor, stop: int) -> Tensor:
         if store is None or stop > store.shape[2]:
             capacity = -(-stop // CACHE_TOKENS) * CACHE_TOKENS
-            grown = new_1NTK.new_empty((*new_1NTK.shape[:2], capacity, new_1NTK.shape[3]))
+            grown = new_RNTK.new_empty((*new_RNTK.shape[:2], capacity, new_RNTK.shape[3]))
             if store is not None:
                 grown[:, :, : self.length] = store[:, :, : self.length]
             store = grown
-        store[:, :, self.length : stop] = new_1NTK
+        store[:, :, self.length : stop] = new_RNTK
         return store
 
 
 @torch.no_grad()
-def _next_logits(model: Model, new_ids: list[int], caches: list[_Cache]) -> Tensor:
-    """Logits after the new tokens, logits_V; their keys and values join the caches."""
+def _next_logits(
+    model: Model, new_RT: Tensor, caches: list[_Cache], starts_R: Tensor | None = None
+) -> Tensor:
+    """Logits after the new tokens, shape (R, V); their keys and values join the caches.
+
+    Args:
+        starts_R: the first position that each row sees; None: all see all.
+    """
     with model.ends_at_hand(), model.whole_rows():
-        return _logits_at_hand(model, new_ids, caches)
+        return _logits_at_hand(model, new_RT, caches, starts_R)
 
 
-def _logits_at_hand(model: Model, new_ids: list[int], caches: list[_Cache]) -> Tensor:
+def _logits_at_hand(model: Model, new_RT: Tensor, caches: list[_Cache], starts_R: Tensor | None) -> Tensor:
     start = caches[0].length
-    x_1TD = model.embed(torch.tensor([new_ids], device=model.head_weight.device))
+    seen_R1P = None
+    if starts_R is not None:
+        seen_R1P = (torch.arange(start + new_RT.shape[1]) >= starts_R[:, None, None]).to(
+            model.head_weight.device
+        )
+    x_RTD = model.embed(new_RT.to(model.head_weight.device))
     tables = {
         attends: rope_tables(
-            attends.rope, attends.head_size, start, start + len(new_ids), device=x_1TD.device
+            attends.rope, attends.head_size, start, start + new_RT.shape[1], device=x_RTD.device
         )
         for attends in dict.fromkeys(block.attends for block in model.each_block())
     }
     for index, (block, cache) in enumerate(zip(model.each_block(), caches, strict=True)):
-        attend = partial(_attend, attends=block.attends, tables=tables[block.attends], cache=cache)
+        attend = partial(
+            _attend, attends=block.attends, tables=tables[block.attends], cache=cache, seen_R1P=seen_R1P
+        )
         with model.block_at_hand(index):
-            x_1TD = block.add(x_1TD, attend)
-    return model.logits(model.finish(x_1TD[0, -1]))
+            x_RTD = block.add(x_RTD, attend)
+    return model.logits(model.finish(x_RTD[:, -1]))
 
 
-def _attend(qkv_1TGK: Tensor, attends: AttentionSpec, tables: tuple[Tensor, Tensor], cache: _Cache) -> Tensor:
+def _attend(
+    qkv_RTGK: Tensor,
+    attends: AttentionSpec,
+    tables: tuple[Tensor, Tensor],
+    cache: _Cache,
+    seen_R1P: Tensor | None,
+) -> Tensor:
     H, N, window = attends.num_heads, attends.num_kv_heads, attends.window
-    T = qkv_1TGK.shape[1]
-    qk, v = qkv_1TGK.split([H + N, N], dim=2)
+    T = qkv_RTGK.shape[1]
+    qk, v = qkv_RTGK.split([H + N, N], dim=2)
     q, k = rotate(qk, *tables).split([H, N], dim=2)
     assert T == 1 or cache.length == 0, "only the prompt comes in more than one token"
-    k_1NPK, v_1NPK = cache.append(k.transpose(1, 2), v.transpose(1, 2))
-    mask = None
+    k_RNPK, v_RNPK = cache.append(k.transpose(1, 2), v.transpose(1, 2))
+    mask = None if seen_R1P is None else seen_R1P[:, None]
     if window is not None and window < T:
         mask = allowed(1, T, None, window, q.device)
     elif window is not None and T == 1:
-        k_1NPK, v_1NPK = k_1NPK[:, :, -window:], v_1NPK[:, :, -window:]
-    out_1HTK = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k_1NPK, v_1NPK, attn_mask=mask, is_causal=T > 1 and mask is None, enable_gqa=H != N
+        k_RNPK, v_RNPK = k_RNPK[:, :, -window:], v_RNPK[:, :, -window:]
+        mask = None if mask is None else mask[..., -window:]
+    out_RHTK = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k_RNPK, v_RNPK, attn_mask=mask, is_causal=T > 1 and mask is None, enable_gqa=H != N
     )
-    return out_1HTK.transpose(1, 2)
+    return out_RHTK.transpose(1, 2)

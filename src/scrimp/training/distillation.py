@@ -153,6 +153,7 @@ def check_teachers(config: Config) -> None:
     """
     settings = config.objective
     teachers, layout = teachers_in(settings), config.layout
+    _check_written(config)
     if (settings.name == NAME) != bool(teachers):
         raise ConfigError(
             f"objective.name {settings.name} and {TEACHERS} do not go together",
@@ -173,6 +174,23 @@ def check_teachers(config: Config) -> None:
             got=", ".join(shared),
             expected="ranks of dp and fsdp",
             do="leave those out",
+        )
+
+
+def _check_written(config: Config) -> None:
+    written = config.objective.written
+    if written and config.objective.name != NAME:
+        raise ConfigError(
+            f"objective.written applies to objective.name {NAME}",
+            got=f"{written:g} beside objective.name {config.objective.name}",
+            do="leave it out: there are no teachers who write",
+        )
+    if written and config.data.mixed:
+        raise ConfigError(
+            "objective.written does not go with data.mix",
+            got=f"{written:g} beside data.mix {config.data.mix}",
+            expected="one source beside what teachers write",
+            do="leave one of the two out",
         )
 
 

@@ -3,12 +3,12 @@
 Problem  The tokenizer says which row of the embedding a piece of text is. Two ids that change places in
          its file change every evaluation and export, and nothing else notices.
 Method   When a run begins, run.json keeps a SHA-256 over all files of its tokenizer, the digest of its
-         data, one for each file of the user's own code (`scrimp.user_code`) and for the teachers of a distillation,
-         and a SHA-256 over them all. Every checkpoint carries that last one in its state, which its manifest
-         covers: a tokenizer and a run.json that were changed together are noticed too.
-         A lost run.json is computed again from the tokenizer and the data digest of a checkpoint, and
-         is that of the run if it has the digest which that checkpoint carries. A run of an earlier version
-         gets one when it is resumed.
+         data, one for each file of the user's own code (`scrimp.user_code`), for the teachers of a distillation and
+         for what they wrote, and a SHA-256 over them all. Every checkpoint carries that last one in its state, which
+         its manifest covers: a tokenizer and a run.json that were changed together are noticed too.
+         A lost run.json is computed again from the tokenizer and the data digest of a checkpoint, and is that of the
+         run if it has the digest which that checkpoint carries, which it has not where teachers wrote. A run of an
+         earlier version gets one when it is resumed.
 Limits   Not covered: config.toml, which a checkpoint's copy is compared with when a run is resumed;
          plan.json, which its user may edit and which marks what was edited; logs, which grow.
 Checked  tests/training/test_run_record.py
@@ -48,13 +48,15 @@ class RunRecord:
     those of earlier versions may hold an earlier form of it."""
     digest: str
     """SHA-256 over the rest."""
+    written: str = ""
+    """The digest of the text that teachers wrote for the run; empty: none."""
     code: dict[str, str] = field(default_factory=dict)
     """Dotted key of a setting that names the user's own code, or teachers, to the SHA-256 of their files."""
 
     @property
     def figures(self) -> dict[str, object]:
-        """What the digest covers; without code where there is none, as in runs of earlier versions."""
-        return {name: value for name, value in asdict(self).items() if name != "digest" and value != {}}
+        """What the digest covers; without what there is none of, as in runs of earlier versions."""
+        return {name: value for name, value in asdict(self).items() if name != "digest" and value}
 
     def refuse_other_code(self, now: dict[str, str]) -> None:
         """Raise CheckpointError unless the user's own code and the teachers, by dotted key, are those of the run."""
@@ -66,6 +68,17 @@ class RunRecord:
                     expected=self.code.get(key, "none")[:12],
                     do="put the files back, or start a new run with --model.weights",
                 )
+
+    def refuse_other_written(self, now: str) -> None:
+        """Raise CheckpointError unless the text that teachers wrote is that of the run."""
+        if now != self.written:
+            raise CheckpointError(
+                "the teachers have written another text than when the run began",
+                got=f"digest {now[:12] or 'none'}, on a machine that computes otherwise",
+                expected=self.written[:12] or "none",
+                do="copy written-* from the cache of the machine on which the run began, or start a new run with "
+                "--model.weights",
+            )
 
     def refuse_other_kind(self, now: dict[str, str]) -> None:
         """The same of the model's kind alone: what eval, generate, chat and export run."""
@@ -90,9 +103,12 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(files.encode()).hexdigest()
 
 
-def make_record(tokenizer: Tokenizer, data_digest: str, code: Mapping[str, str]) -> RunRecord:
-    """The record of a run with this tokenizer, these data, and these digests of the user's own code."""
-    record = RunRecord(VERSION, tokenizer_digest(tokenizer), data_digest, "", dict(code))
+def make_record(
+    tokenizer: Tokenizer, data_digest: str, code: Mapping[str, str], written: str = ""
+) -> RunRecord:
+    """The record of a run with this tokenizer, these data, these digests of the user's own code, and the digest of what
+    teachers wrote."""
+    record = RunRecord(VERSION, tokenizer_digest(tokenizer), data_digest, "", written, dict(code))
     return replace(record, digest=_digest(record.figures))
 
 

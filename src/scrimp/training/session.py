@@ -238,7 +238,7 @@ def _write_decisions(run_dir: Path, start: Start) -> dict[str, str]:
         start.corpus.tokenizer.replace(run_dir / TOKENIZER)
     if is_new or read_record(run_dir) is None:
         digests = digests_of(start.decisions.config)
-        own = make_record(load_tokenizer(run_dir / TOKENIZER), start.corpus.digest, digests)
+        own = make_record(load_tokenizer(run_dir / TOKENIZER), start.corpus.digest, digests, start.written)
         write_record(run_dir, start.record or own)
     config = start.decisions.config
     files = {

@@ -59,6 +59,7 @@ from scrimp.training.run_record import RunRecord, checked_record
 from scrimp.training.run_state import RunState, read_state
 from scrimp.training.setup import Decisions, decide
 from scrimp.training.trained_weights import checkpoint_of, refuse_other_states, refuse_unusable_weights
+from scrimp.training.written_text import read_beside
 from scrimp.world import ALONE, World
 
 KEYWORDS = BUILT_IN | {"auto", "bytes", "bpe"}
@@ -77,6 +78,8 @@ class Start:
     """What run.json says or, where it was lost, has to say; None of a run that has none yet."""
     source: Checkpoint | None = None
     """Checkpoint of another run; a new one begins with its weights and optimizer states (`optimizer.from_weights`)."""
+    written: str = ""
+    """The digest of what teachers wrote, which is read beside the corpus; empty: nothing."""
     room: HostRoom | None = None
     """Host memory that was taken for the plan, where it needs any."""
     given: frozenset[str] = frozenset()
@@ -108,8 +111,9 @@ def fresh_start(config: Config, world: World = ALONE, given: Collection[str] = f
     _refuse_speed_out_of_reach(decisions)
     corpus = open_run_corpus(decisions.config, world)
     decisions = decisions.with_corpus(corpus)
+    written = read_beside(decisions, corpus)
     room = take_host_room(decisions.memory, decisions.config, decisions.device)
-    return Start(decisions, corpus, source=_source(decisions.config, world), room=room)
+    return Start(decisions, corpus, source=_source(decisions.config, world), room=room, written=written)
 
 
 def _source(config: Config, world: World) -> Checkpoint | None:
@@ -208,13 +212,18 @@ def resumed_start(
             f"the tokenizer in {run_dir / TOKENIZER} is not the one of the run's data",
             do=f"restore it from a copy of the run, or from {corpus.folder / TOKENIZER}, which has the same",
         )
+    decisions = decisions.with_corpus(corpus)
+    written = read_beside(decisions, corpus)
+    if record is not None:
+        record.refuse_other_written(written)
     notes = [f"passed over: {error}" for error in errors]
     goes_back = from_step is not None or checkpoint is None
     return Start(
-        decisions.with_corpus(corpus),
+        decisions,
         corpus,
         checkpoint,
         record,
+        written=written,
         given=frozenset(given),
         by_user=frozenset(by_user),
         notes=notes,

@@ -1,0 +1,116 @@
+"""Text that teachers write: in whole runs, beside the corpus, the same when a run goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_run import flags, losses, scrimp, write_corpus
+
+from scrimp.cli import main
+from scrimp.config import load_config
+
+STEPS = ("--train.steps=4", "--checkpoint.every=2", "--checkpoint.keep-last=9", "--data.held-out=0.1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With two teachers, and a student for whom they write a half."""
+    folder = tmp_path_factory.mktemp("written")
+    corpus = write_corpus(folder)
+    for seed in (7, 8):
+        teacher = ("--train.steps=30", f"--run.seed={seed}", "--model.context=128")
+        assert main(flags(corpus, folder / f"teacher{seed}", *teacher)) == 0
+    assert main(student(folder, "taught")) == 0
+    return folder
+
+
+def student(folder: Path, name: str, *more: str) -> list[str]:
+    distill = (
+        "--objective.name=distill",
+        f"--objective.teachers={folder / 'teacher7'},{folder / 'teacher8'}",
+    )
+    cache = f"--data.cache={folder / 'cache'}"
+    return flags(
+        folder / "corpus.txt", folder / name, *STEPS, *distill, "--objective.written=0.5", cache, *more
+    )
+
+
+def written(folder: Path) -> list[Path]:
+    return sorted((folder / "cache").glob("written-*"))
+
+
+def test_teachers_write_the_share_that_is_asked_for(folder: Path) -> None:
+    (found,) = written(folder)
+    manifest, rows = json.loads((found / "written.json").read_text()), np.load(found / "rows-00000.npy")
+    config = load_config(folder / "taught" / "config.toml")
+    assert config.train.batch_tokens is not None
+    assert config.train.sequence == manifest["sequence"] == rows.shape[1] - 1
+    per_step = config.train.batch_tokens // config.train.sequence
+    assert manifest["samples"] == len(rows) == per_step * 4 // 2
+    assert (rows[:, 0] == 256).all()
+    assert rows.max() < 257
+
+
+def test_a_run_goes_on_with_the_same_text_bit_for_bit(folder: Path) -> None:
+    shutil.copytree(folder / "taught", folder / "killed")
+    before = {one: one.stat().st_mtime_ns for one in written(folder)[0].iterdir()}
+    assert main(["train", f"--run.dir={folder / 'killed'}", "--resume", "--resume-from=2"]) == 0
+    assert losses(folder / "killed") == losses(folder / "taught")
+    assert {one: one.stat().st_mtime_ns for one in written(folder)[0].iterdir()} == before
+
+
+def test_text_that_is_gone_is_written_again(folder: Path) -> None:
+    shutil.copytree(folder / "taught", folder / "again")
+    shutil.rmtree(written(folder)[0])
+    assert main(["train", f"--run.dir={folder / 'again'}", "--resume", "--resume-from=2"]) == 0
+    assert losses(folder / "again") == losses(folder / "taught")
+
+
+def test_another_text_is_refused_on_resuming(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(folder / "taught", folder / "other")
+    (found,) = written(folder)
+    shutil.copytree(found, folder / "kept")
+    rows = np.load(found / "rows-00000.npy")
+    np.save(found / "rows-00000.npy", rows[::-1].copy())
+    resume = ["train", f"--run.dir={folder / 'other'}", "--resume", "--resume-from=2"]
+    capsys.readouterr()
+    assert main(resume) == 2
+    assert "is damaged" in capsys.readouterr().err
+    (found / "written.json").unlink()  # as if another machine had written it
+    assert main(resume) == 2
+    assert "have written another text" in capsys.readouterr().err
+    shutil.rmtree(found)
+    shutil.copytree(folder / "kept", found)
+
+
+@pytest.mark.slow
+def test_ranks_read_what_one_of_them_wrote(folder: Path) -> None:
+    done = scrimp("launch", "--ranks=2", *student(folder, "ranks", "--layout.fsdp=2"))
+    assert done.returncode == 0, done.stderr
+    assert list(losses(folder / "ranks").values()) == pytest.approx(
+        list(losses(folder / "taught").values()), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--objective.written=1"], "out of range"),
+        (["--objective.name=next-token"], "objective.written applies to objective.name distill"),
+        (["--data.mix=stdlib=1,copy=1"], "does not go with data.mix"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(
+    folder: Path, more: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = student(folder, "refused", *more)
+    if "--data.mix" in more[0]:
+        words = [one for one in words if not one.startswith("--data.source")]
+    capsys.readouterr()
+    assert main(words) == 2
+    assert says in capsys.readouterr().err
+    assert not (folder / "refused").exists()
