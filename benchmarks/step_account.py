@@ -46,7 +46,7 @@ from scrimp.planner.hardware import Cluster, load_hardware
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.software import Software, in_states, software
 from scrimp.planner.layout.state_formats import StateFormats
-from scrimp.planner.layout.step_account import Above, above_floor, floor_of, passes_of
+from scrimp.planner.layout.step_account import LOSS_BYTES, Above, above_floor, floor_of, passes_of
 from scrimp.profiler.counted_step import KernelCounter, count_block
 
 Case = tuple[str, str, int, str]
@@ -68,8 +68,6 @@ SEQUENCE, TOKENS = 1024, 524_288
 STATES = StateFormats(masters=False)
 """LLMQ's: weights, gradients and moments in bf16."""
 MOVED = 0.15
-LOSS_BYTES = 6.0
-"""For each logit: read for the sum, read again for the gradient, overwritten by it."""
 OF_PROGRAMS = (
     "traffic",
     "quantize_bytes",

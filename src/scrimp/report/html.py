@@ -77,6 +77,11 @@ def join(children: Iterable[Child]) -> Markup:
     return Markup("".join(parts))
 
 
+def wide(*content: Child) -> Markup:
+    """A table that may be wider than the page, in a box that scrolls."""
+    return tag("div", *content, class_="wide", tabindex="0", role="region", aria_label="table")
+
+
 def _picture(code: int) -> str:
     if code < 0x20:
         return chr(0x2400 + code)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from scrimp.precision import RECIPES, RECOMPUTE
-from scrimp.report.html import Markup, cut, tag
+from scrimp.report.html import Markup, cut, tag, wide
 from scrimp.report.read_run import RunRecord, mapping
 from scrimp.report.units import (
     MISSING,
@@ -76,7 +76,7 @@ def _figures(run: RunRecord) -> Markup:
         return tag("p", "The plan predicts no figures.", class_="note")
     names = ("predicted", "measured", "difference")
     head = tag("tr", tag("td"), *[tag("th", name, scope="col", class_="num") for name in names])
-    return _wide(tag("table", tag("thead", head), tag("tbody", *rows), class_="figures"))
+    return wide(tag("table", tag("thead", head), tag("tbody", *rows), class_="figures"))
 
 
 def _label_of(key: str, measured: Mapping[str, Any]) -> str:
@@ -133,7 +133,7 @@ def _decisions(plan: Mapping[str, Any]) -> Markup | None:
         "then what happens to the activations, and where the states live."
     )
     more = tag("p", f"{left_out:,} more rows stand in plan.json.", class_="note") if left_out > 0 else None
-    return tag("div", tag("h3", "Decisions"), _wide(table), tag("p", note, class_="note"), more)
+    return tag("div", tag("h3", "Decisions"), wide(table), tag("p", note, class_="note"), more)
 
 
 def _layers_by_block(gemms: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -243,7 +243,3 @@ def _limits(plan: Mapping[str, Any]) -> Markup | None:
     if degrees:
         parts.append(f"Layout: {cut(degrees, 300)}.")
     return tag("p", " ".join(parts), class_="note")
-
-
-def _wide(table: Markup) -> Markup:
-    return tag("div", table, class_="wide", tabindex="0", role="region", aria_label="table")

@@ -14,7 +14,7 @@ from scrimp.config import base_architecture, load_config
 from scrimp.config.snip import keeps_budget
 from scrimp.errors import ScrimpError
 from scrimp.models import place, spec_of
-from scrimp.report.html import Markup, cut, join, tag
+from scrimp.report.html import Markup, cut, join, tag, wide
 from scrimp.report.precision_cells import map_data, num_changed, percent, signed
 from scrimp.report.precision_choices import Direction, Move, flop_shares, nearest, total_harm
 from scrimp.report.precision_map import precision_map, share_bar
@@ -131,7 +131,7 @@ def _figures(analysis: Analysis | None) -> Markup | None:
         [
             tag("h3", f"Predicted and measured, analysis of step {analysis.step:,}"),
             _facts(analysis),
-            _wide(tag("table", tag("thead", head), tag("tbody", *rows), class_="figures")) if rows else None,
+            wide(tag("table", tag("thead", head), tag("tbody", *rows), class_="figures")) if rows else None,
             tag("p", missing.strip(), class_="note") if missing else None,
         ]
     )
@@ -224,7 +224,7 @@ def _moves_table(plan: PlanAt) -> Markup | None:
     return join(
         [
             tag("h3", "Nearest choices"),
-            _wide(tag("table", tag("thead", head), *bodies, class_="moves")),
+            wide(tag("table", tag("thead", head), *bodies, class_="moves")),
             tag("p", note, class_="note"),
         ]
     )
@@ -279,7 +279,7 @@ def _plans_table(
     return join(
         [
             tag("h3", "All analysed plans"),
-            _wide(tag("table", tag("thead", head), tag("tbody", *rows), class_="plans")),
+            wide(tag("table", tag("thead", head), tag("tbody", *rows), class_="plans")),
             tag("p", note, class_="note"),
         ]
     )
@@ -311,7 +311,7 @@ def _history(run: RunRecord, plans: Sequence[PlanAt]) -> Markup | None:
     left_out = len(events) - len(shown)
     more = tag("p", f"{left_out:,} more events stand in events.jsonl.", class_="note") if left_out else None
     table = tag("table", tag("thead", head), tag("tbody", *[row for _, row in rows]), class_="events history")
-    return join([tag("h3", "History of re-plans"), _wide(table), more])
+    return join([tag("h3", "History of re-plans"), wide(table), more])
 
 
 def _step(event: Mapping[str, Any]) -> float:
@@ -341,7 +341,3 @@ def _row(
         tag("td", cut(why, _TEXT_LIMIT)),
         tag("td", format_integer(changed), class_="num"),
     )
-
-
-def _wide(*content: Markup | None) -> Markup:
-    return tag("div", *content, class_="wide", tabindex="0", role="region", aria_label="table")

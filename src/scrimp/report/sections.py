@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from scrimp.report.html import Markup, cut, escape, join, tag
+from scrimp.report.html import Markup, cut, escape, join, tag, wide
 from scrimp.report.read_run import RunRecord, mapping
+from scrimp.report.step_section import EVENT as STEP_PASSES
 from scrimp.report.summary import Summary
 from scrimp.report.units import (
     MISSING,
@@ -114,7 +115,7 @@ def configuration(run: RunRecord) -> Markup | None:
     if not rows:
         return None
     head = tag("tr", *[tag("th", name, scope="col") for name in ("setting", "value", "why Scrimp chose it")])
-    return _wide(tag("table", tag("thead", head), tag("tbody", *rows), class_="config"))
+    return wide(tag("table", tag("thead", head), tag("tbody", *rows), class_="config"))
 
 
 def _config_lines(text: str) -> Iterable[tuple[str, str, str]]:
@@ -145,7 +146,7 @@ def _unquoted(value: str) -> str:
 
 def event_table(run: RunRecord) -> Markup | None:
     """What happened, with a count of each kind; of many of one kind the first and the last."""
-    events = [event for event in run.events if event.get("kind") != "sample"]
+    events = [event for event in run.events if event.get("kind") not in ("sample", STEP_PASSES)]
     if not events:
         return None
     counts = Counter(str(event.get("kind", "unknown"))[:40] for event in events)
@@ -158,7 +159,7 @@ def event_table(run: RunRecord) -> Markup | None:
     left_out = len(events) - len(shown)
     more = tag("p", f"{left_out:,} more events stand in events.jsonl.", class_="note") if left_out else None
     table = tag("table", tag("thead", head), tag("tbody", *rows), class_="events")
-    return tag("div", tag("ul", *chips, class_="chips"), _wide(table), more)
+    return tag("div", tag("ul", *chips, class_="chips"), wide(table), more)
 
 
 def some_of_each_kind(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -262,12 +263,8 @@ def environment(run: RunRecord) -> Markup | None:
         )
         for key, value in found.items()
     ]
-    return _wide(tag("table", tag("tbody", *rows), class_="environment"))
+    return wide(tag("table", tag("tbody", *rows), class_="environment"))
 
 
 def _string(value: object) -> str:
     return value if isinstance(value, str) else "" if value is None else str(value)
-
-
-def _wide(table: Markup) -> Markup:
-    return tag("div", table, class_="wide", tabindex="0", role="region", aria_label="table")

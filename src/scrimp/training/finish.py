@@ -28,6 +28,7 @@ from scrimp.training.loop import Trainer
 from scrimp.training.memory.between_phases import GENERATION
 from scrimp.training.run import Run
 from scrimp.training.run_folder import PLAN
+from scrimp.training.step_passes import record_passes
 
 SAMPLE_TOKENS = 96
 WARM_UP_STEPS = 5
@@ -197,6 +198,7 @@ def _write_measured_plan(run_dir: Path, run: Run) -> None:
     plan = dataclasses.replace(run.plans.plan, measured=measured)
     write_whole(run_dir / PLAN, plan.to_json())
     words = _memory_words(measured)
+    record_passes(run, measured.step_seconds)
     if rate is not None:
         remember_throughput(plan, run.config, rate)
         words = f"{format_rate(rate)} (median), {words}"

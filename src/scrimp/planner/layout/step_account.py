@@ -53,6 +53,8 @@ _STREAM = 3
 _FUSED_SUM = (2, 0)
 """What such a sum adds to the norm beside it, forward and backward, where both are one kernel: what is added and the
 sum; backward the norm's kernel reads and writes the stream's gradient anyway."""
+LOSS_BYTES = 6.0
+"""For each logit of Scrimp's own kernel (`scrimp.gemm.kernels.loss`), which predictions do not know yet."""
 _LOGIT_BYTES = 4.0
 _WIDENED_BYTES = 6.0
 """A number in bf16 read and written in float32."""

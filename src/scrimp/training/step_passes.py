@@ -1,0 +1,73 @@
+"""What a step of a run takes above its floor, pass by pass: an event, which the report shows.
+
+Problem  A step is slower than its products, and one figure does not say why.
+Method   The account of `scrimp.planner.layout.step_account` for the run's own model, batch, format and plan on the card
+         that it ran on, with Scrimp's kernels as they are today. Predicted; beside it stands the step as it was timed.
+Limits   One GPU with a hardware file, in bf16, of what the account knows: dense models, blocks that all make the same
+         again, nothing on the host. Other runs have no such event.
+Checked  tests/training/test_step_passes.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Final
+
+from scrimp.errors import PlanError
+from scrimp.models import spec_of
+from scrimp.models.shapes import sizes_of
+from scrimp.planner.hardware import Cluster, load_hardware
+from scrimp.planner.layout.at_hand import setting_of_run
+from scrimp.planner.layout.setting import Setting
+from scrimp.planner.layout.software import software
+from scrimp.planner.layout.step_account import LOSS_BYTES, Above, above_floor
+from scrimp.profiler.this_device import known_name
+from scrimp.report.step_section import EVENT
+from scrimp.training.chosen_layout import program_of
+from scrimp.training.setup import Decisions
+
+if TYPE_CHECKING:
+    from scrimp.training.run import Run
+
+_TODAY: Final = "scrimp-today"
+
+
+def record_passes(run: Run, seconds: float | None) -> None:
+    """Record the passes of a run's step, where there is an account of it.
+
+    Args:
+        seconds: of a step, measured.
+    """
+    decisions = run.decisions
+    card = None if decisions.world.size > 1 else known_name(decisions.device)
+    passes = None if card is None else passes_on(decisions, load_hardware(card))
+    if passes is None:
+        return
+    rows = [
+        {"name": one.taken.name, "seconds": one.taken.seconds, "floor": one.floor.seconds} for one in passes
+    ]
+    run.event(EVENT, f"predicted for {card}", card=card, measured_seconds=seconds, passes=rows)
+
+
+def passes_on(decisions: Decisions, cluster: Cluster) -> list[Above] | None:
+    """The passes of a run's step on a card, those first that take most above their floor; None: it has no account."""
+    setting = _setting(decisions, cluster)
+    if setting is None or decisions.config.precision_rules.compute != "bf16":
+        return None
+    program = dataclasses.replace(
+        setting.software, quantize=software(_TODAY).quantize, bytes_per_logit=LOSS_BYTES
+    )
+    try:
+        return above_floor(dataclasses.replace(setting, software=program))
+    except PlanError:
+        return None
+
+
+def _setting(decisions: Decisions, cluster: Cluster) -> Setting | None:
+    """The run as the search knows it, its blocks told all at once where all are alike."""
+    config, activations = decisions.config, decisions.plan.placement.activations
+    model, program = sizes_of(spec_of(decisions.architecture)), program_of(config, cluster, "cuda")
+    setting = setting_of_run(config, model, cluster, program, activations)
+    if setting is None or len(set(setting.blocks)) > 1 or setting.blocks[0].offload:
+        return None
+    return dataclasses.replace(setting, blocks=(), recompute=setting.blocks[0].recompute)

@@ -1,0 +1,82 @@
+"""The passes of a run's step: its account, the event, and the section of the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_run import flags, records, write_corpus
+
+from scrimp.cli import main
+from scrimp.config import Config, replace_values
+from scrimp.planner.hardware import load_hardware
+from scrimp.planner.layout.step_account import Above
+from scrimp.report.page import build_page
+from scrimp.report.read_run import read_run
+from scrimp.training import step_passes
+from scrimp.training.setup import Decisions, decide
+from scrimp.training.step_passes import passes_on
+
+GROWN = {
+    "model.preset": "qwen2.5-0.5b",
+    "precision": "bf16",
+    "data.tokenizer": "bytes",
+    "train.batch_tokens": 65536,
+    "train.sequence": 1024,
+    "train.micro_batch": 8,
+    "train.compile": "on",
+}
+
+
+def decided(**more: object) -> Decisions:
+    return decide(
+        replace_values(Config(), GROWN | {key.replace("__", "."): one for key, one in more.items()})
+    )
+
+
+def by_name(found: list[Above] | None) -> dict[str, Above]:
+    assert found is not None
+    return {one.taken.name: one for one in found}
+
+
+def test_the_account_is_that_of_the_run() -> None:
+    h100 = load_hardware("h100")
+    plain = by_name(passes_on(decided(), h100))
+    again = by_name(passes_on(decided(memory__activations="block"), h100))
+    low = by_name(passes_on(decided(precision="fp8_tensor"), h100))
+    assert plain["products"].taken.launches == 24 * 4 * 3 * 8
+    assert "made again" not in plain
+    assert again["made again"].taken.seconds > 0
+    assert low["operands in 8 or 4 bits"].seconds > 0
+    assert low["products"].taken.seconds < plain["products"].taken.seconds
+    seconds = [one.seconds for one in plain.values()]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_what_has_no_account_has_none() -> None:
+    h100 = load_hardware("h100")
+    assert passes_on(decided(precision="fp32"), h100) is None
+    assert passes_on(decided(memory__activations="keep,0=block"), h100) is None
+    assert passes_on(decided(model__preset="llama-3m", memory__activations="keep+offload"), h100) is None
+
+
+def test_a_run_on_a_known_card_shows_its_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus, run = write_corpus(tmp_path), tmp_path / "run"
+    monkeypatch.setattr(step_passes, "known_name", lambda device: "h100")
+    assert main(flags(corpus, run, "--train.steps=8", "--precision=bf16")) == 0
+    (event,) = [one for one in records(run, "events.jsonl") if one["kind"] == "step-passes"]
+    assert event["card"] == "h100"
+    assert event["measured_seconds"] > 0
+    page = build_page(read_run(run))
+    for one in event["passes"]:
+        assert f">{one['name']}</th>" in page
+    assert page.count("step-passes") == 0
+    above = sum(one["seconds"] - one["floor"] for one in event["passes"])
+    assert above > 0
+
+
+def test_a_run_on_a_cpu_has_no_such_section(tmp_path: Path) -> None:
+    corpus, run = write_corpus(tmp_path), tmp_path / "run"
+    assert main(flags(corpus, run, "--train.steps=2", "--precision=bf16")) == 0
+    assert not [one for one in records(run, "events.jsonl") if one["kind"] == "step-passes"]
+    assert "step's time goes" not in build_page(read_run(run))
