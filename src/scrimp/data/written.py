@@ -27,7 +27,7 @@ from scrimp.errors import DataError
 from scrimp.files import make_folder, write_whole
 from scrimp.json_files import read_json
 
-CHUNK_ROWS: Final = 4096
+CHUNK_ROWS: Final = 256
 MANIFEST: Final = "written.json"
 ID_BYTES: Final = 4
 Ids = npt.NDArray[np.int64]

@@ -9,7 +9,7 @@ Method   `objective.written` is the share of a run's samples that the teachers w
          The text is written once, into the cache, under a key of all that decides it (teachers, tokenizer, seed,
          sequence, samples); writing that was killed goes on with the next file. run.json has its digest: a run goes on
          with the text that it began with, though another machine would draw another one.
-Memory   Rows written at once are as many as their keys and values have room where the run will train.
+Memory   As many rows of a file are written at once as their keys and values have room.
 Limits   One rank writes, the others wait. A run that is resumed for more steps reads written text again.
 Source   Kim et al. 2025, arXiv 2509.14786: a student of an ensemble learns from text that this one writes
 Checked  tests/training/test_written_text.py
@@ -36,11 +36,12 @@ from scrimp.gemm.problem import DTYPES
 from scrimp.models.generation import cache_bytes, write_rows
 from scrimp.models.model import Model
 from scrimp.training.distillation import digests_of_teachers, frozen_model, teachers_in
+from scrimp.training.memory.limits import device_limit
 from scrimp.training.setup import Decisions
 
 WRITTEN: Final = "objective.written"
-_MOST_ROWS: Final = 256
-"""Rows of a pass: more are hardly faster."""
+_SHARE: Final = 0.5
+"""Of the device's memory, in which nothing else lies yet."""
 _VERSION: Final = 1
 
 
@@ -109,8 +110,8 @@ def _write(folder: Path, samples: int, decisions: Decisions, corpus: Corpus | Mi
 
 
 def _rows_at_once(teachers: list[Model], tokens: int, itemsize: int, decisions: Decisions) -> int:
-    """As many rows as the run's own peak has room for beside the teachers."""
+    """As many rows of a file as have room beside the teachers."""
     weights = sum(one.numel() * one.element_size() for model in teachers for one in model.parameters())
-    room = (decisions.plan.predicted.peak_device_bytes or 0) - weights
-    each = sum(cache_bytes(model.architecture, tokens, itemsize) for model in teachers)
-    return max(1, min(_MOST_ROWS, CHUNK_ROWS, room // each))
+    room = _SHARE * device_limit(decisions.config, decisions.device, 0) - weights
+    each = sum(cache_bytes(model.architecture, tokens - 1, itemsize) for model in teachers)
+    return max(1, min(CHUNK_ROWS, int(room / each)))
