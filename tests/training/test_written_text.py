@@ -55,6 +55,17 @@ def test_teachers_write_the_share_that_is_asked_for(folder: Path) -> None:
     assert rows.max() < 257
 
 
+def test_less_is_read_again_and_again(folder: Path) -> None:
+    assert (
+        main(student(folder, "less", f"--objective.written-tokens={2 * 64 + 1}", "--train.sequence=64")) == 0
+    )
+    found = [json.loads((one / "written.json").read_text())["samples"] for one in written(folder)]
+    assert sorted(found)[0] == 3
+    for one in written(folder):
+        if json.loads((one / "written.json").read_text())["samples"] == 3:
+            shutil.rmtree(one)
+
+
 def test_a_run_goes_on_with_the_same_text_bit_for_bit(folder: Path) -> None:
     shutil.copytree(folder / "taught", folder / "killed")
     before = {one: one.stat().st_mtime_ns for one in written(folder)[0].iterdir()}
@@ -87,6 +98,18 @@ def test_another_text_is_refused_on_resuming(folder: Path, capsys: pytest.Captur
     shutil.copytree(folder / "kept", found)
 
 
+def test_teachers_without_weight_write_and_take_nothing(folder: Path) -> None:
+    """A step by their text alone: the same samples as with weight, and the plain loss of them."""
+    assert main(student(folder, "unweighted", "--objective.teacher-weight=0")) == 0
+    unweighted, taught = losses(folder / "unweighted"), losses(folder / "taught")
+    assert unweighted[1] == taught[1]
+    assert unweighted[2] != taught[2]
+    plans = [json.loads((folder / name / "plan.json").read_text()) for name in ("unweighted", "taught")]
+    less, more = (plan["predicted"]["peak_device_bytes"] for plan in plans)
+    assert less < more
+    assert len(written(folder)) == 1
+
+
 @pytest.mark.slow
 def test_ranks_read_what_one_of_them_wrote(folder: Path) -> None:
     done = scrimp("launch", "--ranks=2", *student(folder, "ranks", "--layout.fsdp=2"))
@@ -100,6 +123,7 @@ def test_ranks_read_what_one_of_them_wrote(folder: Path) -> None:
     ("more", "says"),
     [
         (["--objective.written=1"], "out of range"),
+        (["--objective.written=0", "--objective.written-tokens=64"], "where teachers write nothing"),
         (["--objective.name=next-token"], "objective.written applies to objective.name distill"),
         (["--data.mix=stdlib=1,copy=1"], "does not go with data.mix"),
     ],

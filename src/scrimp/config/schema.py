@@ -156,9 +156,11 @@ class ObjectiveConfig:
     teachers: str | None = None
     """distill: runs or Hugging Face folders, separated by commas. Of several the logits are averaged."""
     teacher_weight: float = 0.5
-    """distill: share of the loss that is the teachers'."""
+    """distill: share of the loss that is the teachers'. 0: they only write (`written`)."""
     written: float = 0.0
     """distill: share of the samples that the teachers write themselves, before the run begins."""
+    written_tokens: int | None = None
+    """distill: the most that they write, which is then read again and again. Unset: all that is read, once."""
     z_loss: float = 0.0
     """Weight of the squared log-partition penalty; 0 switches it off."""
 

@@ -4,8 +4,9 @@ Problem  A small model, or one that reads the same text many times, learns more 
          model gives all words than from the one word that stands there. The best teacher is often several models.
 Method   `objective.teachers` names runs or Hugging Face folders. In every micro-batch they read the same tokens,
          without gradients. Their logits are averaged, and the cross-entropy of those probabilities takes
-         `teacher_weight` of the loss (`scrimp.objectives.soft_targets`). Shown and recorded is the loss of the text
-         alone, and evaluations run no teacher: figures stay comparable with those of any run.
+         `teacher_weight` of the loss (`scrimp.objectives.soft_targets`); at 0 they only write
+         (`scrimp.training.written_text`). Shown and recorded is the loss of the tokens alone, and evaluations run no
+         teacher: figures stay comparable with those of any run.
          A teacher has the parameters' format of the model that it teaches, and lies on the device as a whole.
 Resuming A digest of each teacher stands in run.json: a run goes on with the teachers that it began with.
 Memory   The account has the teachers' weights, their last hidden states and their logits. They run before the student
@@ -68,8 +69,8 @@ class Distillation(NextToken):
         return cls(z_loss=settings.z_loss, teachers=teachers_in(settings), weight=settings.teacher_weight)
 
     def loss(self, model: Model, batch: Batch, *, chunk: int = 0) -> LossSums:
-        """See `Objective`; without gradients the teachers do not run."""
-        if not torch.is_grad_enabled():
+        """See `Objective`; without gradients or weight the teachers do not run."""
+        if not (self.weight and torch.is_grad_enabled()):
             return super().loss(model, batch, chunk=chunk)
         soft = self._soft(model, batch)
         hidden_BTD = model(batch.tokens_BT, batch.document_starts)
@@ -77,6 +78,8 @@ class Distillation(NextToken):
 
     def head_loss(self, model: Model, hidden_SD: Tensor, targets_S: Tensor, *, chunk: int = 0) -> LossSums:
         """See `Objective`: with stand-ins, without memory, of the teachers' states and heads."""
+        if not self.weight:
+            return super().head_loss(model, hidden_SD, targets_S, chunk=chunk)
         number = hidden_SD.new_empty(())
         widths = [_architecture(one).width for one in self.teachers]
         soft = SoftTargets(
@@ -87,7 +90,9 @@ class Distillation(NextToken):
         return self._sums(model, hidden_SD, targets_S, chunk, soft)
 
     def resident_bytes(self, parameters: str, tokens: int) -> int:
-        """The teachers' weights, and their last hidden states."""
+        """The teachers' weights, and their last hidden states; of those that only write nothing."""
+        if not self.weight:
+            return 0
         known = [_architecture(one) for one in self.teachers]
         count = sum(spec_of(one).parameters + tokens * one.width for one in known)
         return count * DTYPES[parameters].itemsize
@@ -179,6 +184,18 @@ def check_teachers(config: Config) -> None:
 
 def _check_written(config: Config) -> None:
     written = config.objective.written
+    if config.objective.name == NAME and not written and not config.objective.teacher_weight:
+        raise ConfigError(
+            "teachers without weight who write nothing teach nothing",
+            got="objective.teacher_weight 0, objective.written 0",
+            do="raise one of the two",
+        )
+    if config.objective.written_tokens is not None and not written:
+        raise ConfigError(
+            "objective.written_tokens has no effect where teachers write nothing",
+            got=f"{config.objective.written_tokens:,}, objective.written 0",
+            do="set --objective.written, or leave it out",
+        )
     if written and config.objective.name != NAME:
         raise ConfigError(
             f"objective.written applies to objective.name {NAME}",

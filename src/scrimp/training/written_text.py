@@ -4,8 +4,8 @@ Problem  Teachers that have read a small text many times know it by heart: what 
          than the text itself. What they have learnt beyond it shows in text of their own.
 Method   `objective.written` is the share of a run's samples that the teachers write, out of nothing, each token drawn
          from softmax(mean of their logits) (`scrimp.models.generation.write_rows`); as many as all steps read, so that
-         none is read twice. `Interleave` says whose turn a sample is. In training the teachers read both kinds, and
-         say what they say of each token.
+         none is read twice, or fewer (`objective.written_tokens`), since writing takes its time. `Interleave` says
+         whose turn a sample is. In training the teachers read both kinds, and say what they say of each token.
          The text is written once, into the cache, under a key of all that decides it (teachers, tokenizer, seed,
          sequence, samples); writing that was killed goes on with the next file. run.json has its digest: a run goes on
          with the text that it began with, though another machine would draw another one.
@@ -59,6 +59,8 @@ def read_beside(decisions: Decisions, corpus: Corpus | Mixture) -> str:
     assert isinstance(corpus, Corpus), "a mixture is refused"
     exact = Fraction(str(share)).limit_denominator(MOST_PARTS)
     samples = math.ceil(config.train.steps * config.train.sequences_per_step * config.outer.copies * exact)
+    if config.objective.written_tokens is not None:
+        samples = min(samples, math.ceil(config.objective.written_tokens / sequence))
     key = [_VERSION, digests_of_teachers(config), corpus.tokenizer.digest, config.run.seed, sequence, samples]
     key += [config.train.parameters, config.data.mask_documents]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
