@@ -98,7 +98,8 @@ def planted() -> dict[str, float]:
         losses |= {f"strong-{width}{draw}": 4.0 + 40 / width for draw in ("", "-draw1", "-draw2")}
         losses |= {f"ensemble-{k}-of-{width}": 3.8 + 40 / width + 0.2 / k for k in (2, 3)}
     losses |= {f"data-{n}": 4.0 + 0.6 / n for n in (1, 2, 4, 8)}
-    return losses | {"student": losses["strong-64"] - 0.1, "self-student": losses["strong-64"] + 0.1}
+    single = losses["strong-64"]
+    return losses | {"student": single - 0.1, "self-student": single + 0.1, "untaught": 5.0}
 
 
 def test_findings_are_what_the_losses_say() -> None:
@@ -117,8 +118,9 @@ def test_findings_are_what_the_losses_say() -> None:
         "The student: 4.526, where one model has 4.626 and the ensemble 4.493: 75% of the ensemble's gain."
     )
     assert said[7].endswith("where one model has 4.626 and the ensemble 4.493: -75% of the ensemble's gain.")
+    assert said[8] == "Without teachers, by the same steps and decay: 5.000."
     # Of width 96 three members have 4.2833 = 4 + 0.6 / 2.118.
-    assert said[8] == (
+    assert said[9] == (
         "In data: ensemble-3-of-96 has the loss that the usual recipe, four epochs, would have with 2.1 times the text."
     )
 
@@ -128,6 +130,6 @@ def test_of_runs_that_are_missing_nothing_is_said(gone: str) -> None:
     losses = planted()
     del losses[gone]
     said = findings(results_of_losses(losses))
-    assert 0 < len(said) <= 9
+    assert 0 < len(said) <= 10
     assert all("nan" not in one for one in said)
     assert findings(results_of_losses({})) == []
