@@ -314,7 +314,8 @@ def _without_needed(study: Study, variant: Variant, settings: dict[str, Any]) ->
             settings |= {name: one for name, one in like.items() if name.startswith("model.")}
         else:
             settings["objective.name"] = "next-token"
-            settings.pop("objective.written", None)
+            for alone in ("objective.written", "objective.written_tokens"):
+                settings.pop(alone, None)
     return settings
 
 
