@@ -35,9 +35,9 @@ from scrimp.errors import DataError
 from scrimp.files import storage
 
 HUB = "hf:"
-BUILT_IN = frozenset({"stdlib", "copy"})
-"""Sources that are names, never paths: ./stdlib is the folder."""
 _STDLIB = "stdlib"
+BUILT_IN = frozenset({_STDLIB, "copy"})
+"""Sources that are names, never paths: ./stdlib is the folder. So is stdlib:PACKAGE (`is_built_in`)."""
 _PACKAGE = re.compile(rf"{_STDLIB}:(\w+)")
 _COPIES = 50_000
 _HASHED_CONTENT = 256 << 20

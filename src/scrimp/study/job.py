@@ -21,7 +21,8 @@ from scrimp.errors import CheckpointError, ConfigError, ScrimpError
 from scrimp.files import storage
 from scrimp.json_files import decode_loosely
 from scrimp.report.curves import Array
-from scrimp.report.read_run import RunRecord, read_run
+from scrimp.report.read_run import RunRecord, mapping, read_run
+from scrimp.report.units import is_number
 from scrimp.study.definition import RecordedFigure
 from scrimp.study.rows import LARGEST, MOST_POINTS, Curve, Key, Row
 from scrimp.study.variants import MAY_NAME_RUNS, Combined
@@ -207,8 +208,13 @@ def _held_out_loss(run: RunRecord, steps: int) -> float | None:
 
 
 def _losses_of_sources(run: RunRecord) -> dict[float, Mapping[str, float]]:
-    """By step, what a mixture's sources lost by their labels."""
-    return {event["step"]: event["sources"] for event in run.events_of("evaluation") if event.get("sources")}
+    """By step, the held-out loss of each source of a mixture by its label, where all have one."""
+    found: dict[float, Mapping[str, float]] = {}
+    for event in run.events_of("evaluation"):
+        step, losses = event.get("step"), mapping(event.get("sources"))
+        if is_number(step) and losses and all(map(is_number, losses.values())):
+            found[step] = losses
+    return found
 
 
 def source_figures(losses: Mapping[str, float]) -> dict[str, float]:
