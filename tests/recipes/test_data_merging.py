@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_tests import examples
 
+from scrimp.cli import main
+from scrimp.files import write_whole
 from scrimp.recipes import file_of
 from scrimp.recipes.data_merging import findings, greedy, interval, mixtures_of
 from scrimp.study.definition import Study, load_study, parse_study
 from scrimp.study.results import results_of
 from scrimp.study.rounds import steps_of
-from scrimp.study.rows import Row
+from scrimp.study.rows import Row, append_row
 
 DOMAINS = ("encodings", "pydoc_data", "asyncio", "email", "xml")
 PAIRS = list(itertools.combinations(DOMAINS, 2))
@@ -43,6 +46,24 @@ def said(study: Study, losses: Mapping[str, Sequence[float]]) -> list[str]:
         for seed, loss in enumerate(losses.get(one.name, ()))
     ]
     return findings(results_of(study, {row.key: row for row in rows}))
+
+
+def test_the_command_shows_names_as_they_are(
+    study: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A terminal's library would make a picture of :email: and a style of what stands in brackets."""
+    write_whole(tmp_path / "study.toml", study.text)
+    for name, losses in planted([float(place) for place in range(10)]).items():
+        one = study.named(name)
+        figures = {"mean_source_loss": losses[0], "held_out_loss/stdlib:email": losses[0]}
+        append_row(
+            tmp_path,
+            Row(variant=name, seed=0, steps=steps_of(one), digest=study.digest(one, 0), figures=figures),
+        )
+    assert main(["study", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "\nstdlib:email: Spearman 1.00 (" in shown
+    assert "\nmean of all: Spearman 1.00 (" in shown
 
 
 def planted(trained: Sequence[float]) -> dict[str, list[float]]:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from scrimp.study.definition import Study
     from scrimp.study.results import Results
 
+_ALL: Final = "mean_source_loss"
 _DRAWS: Final = 1000
 _CONFIDENCE: Final = 0.95
 _LEAST: Final = 3
@@ -80,11 +81,11 @@ def findings(results: Results) -> list[str]:
     mixtures = mixtures_of(results.study)
     said = []
     for text in dict.fromkeys(name for row in results.rows for name in row.figures):
-        if text != "mean_source_loss" and not text.startswith(SOURCE):
+        if text != _ALL and not text.startswith(SOURCE):
             continue
         scores = _scores(results, mixtures, text)
         if len(scores.compared) >= _LEAST:
-            said.append(f"{text.removeprefix(SOURCE)}: {_of_text(scores)}")
+            said.append(f"{'mean of all' if text == _ALL else text.removeprefix(SOURCE)}: {_of_text(scores)}")
     return said
 
 
