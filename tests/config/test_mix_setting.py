@@ -27,6 +27,7 @@ def shares(text: str) -> dict[str, int]:
         ("a=1,b=1,c=1", {"a": 1, "b": 1, "c": 1}),
         ("a=2.5e-1,b=.75", {"a": 1, "b": 3}),
         ("x=y=0.1,hf:o/n:c=0.2", {"x=y": 1, "hf:o/n:c": 2}),
+        ("a=0.5,b=0,c=0.00,d=1", {"a": 1, "b": 0, "c": 0, "d": 2}),
         (f"a={MOST_PARTS - 1},b=1", {"a": MOST_PARTS - 1, "b": 1}),
     ],
 )
@@ -34,7 +35,9 @@ def test_weights_are_read_as_they_are_written(text: str, expected: dict[str, int
     assert shares(text) == expected
 
 
-@given(st.lists(st.integers(1, 999), min_size=2, max_size=8), st.integers(0, 3), st.integers(1, 50))
+@given(
+    st.lists(st.integers(0, 999), min_size=2, max_size=8).filter(any), st.integers(0, 3), st.integers(1, 50)
+)
 def test_only_the_ratios_count_and_they_are_exact(weights: list[int], digits: int, factor: int) -> None:
     text = ",".join(f"s{n}={weight * factor / 10**digits!r}" for n, weight in enumerate(weights))
     found = list(shares(text).values())
@@ -51,7 +54,8 @@ def test_only_the_ratios_count_and_they_are_exact(weights: list[int], digits: in
         ("a=1,", "no source and weight"),
         ("=1,b=1", "no source and weight"),
         ("a=1,b=2,a=3", "a source twice"),
-        ("a=1,b=0", "weight of b"),
+        ("a=0,b=0.0", "trains on nothing"),
+        ("a=1,b=", "weight of b"),
         ("a=1,b=-0.5", "weight of b"),
         ("a=nan,b=1", "weight of a"),
         ("a=1,b=inf", "weight of b"),
@@ -76,6 +80,9 @@ def test_a_mixture_stands_alone() -> None:
     check_values(mixed)
     with pytest.raises(ConfigError, match=r"data\.mix and data\.source contradict"):
         check_values(replace(mixed, data=replace(mixed.data, source="c.txt")))
+    check_values(replace(mixed, data=replace(mixed.data, mix="a=1,b=0")))
+    with pytest.raises(ConfigError, match="source of weight 0"):
+        check_values(replace(mixed, data=replace(mixed.data, mix="a=1,b=0", held_out=0.0)))
     with pytest.raises(ConfigError, match=r"data\.held_out of a mixture"):
         check_values(replace(mixed, data=replace(mixed.data, held_out=Path("c.txt"))))
 

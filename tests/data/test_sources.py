@@ -51,6 +51,19 @@ def test_stdlib_is_the_library_without_tests_and_installed_packages() -> None:
     assert sum(1 for _ in documents(source.texts(Meter()))) > 300
 
 
+def test_a_package_of_stdlib_is_its_files_alone() -> None:
+    source, root = open_source("stdlib:email", "text"), Path(sysconfig.get_path("stdlib"))
+    assert "".join(source.texts(Meter())) == "".join(
+        (root / "email" / file.name).read_text() for file in source.files
+    )
+    assert {"message.py", "mime/text.py"} <= {file.name for file in source.files}
+    assert source.fingerprint() != open_source("stdlib:xml", "text").fingerprint()
+    with pytest.raises(DataError, match="has no package emails"):
+        open_source("stdlib:emails", "text")
+    with pytest.raises(DataError, match="no file or folder"):
+        open_source("stdlib:../email", "text")
+
+
 @pytest.mark.slow
 def test_a_text_file_comes_back_whole_whatever_its_compression(tmp_path: Path, text_file: Path) -> None:
     content = text_file.read_bytes() * 40

@@ -15,7 +15,7 @@ from torch import Tensor
 from scrimp.data import evaluation_batches
 from scrimp.errors import ScrimpError
 from scrimp.models.model import Model, build_model
-from scrimp.study.combined import average, held_out_loss
+from scrimp.study.combined import average, evaluate_together
 from scrimp.study.definition import parse_study
 from scrimp.study.estimate import probe_all
 from scrimp.study.rows import read_rows
@@ -25,11 +25,13 @@ from scrimp.training.trained_weights import architecture_of_weights, fill_from_w
 from scrimp.world import ALONE
 
 NAMES = ("one", "two", "three")
+OF_TWO = ("two", "longer", "slower")
+"""Two, and what goes on from it."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A study of three runs, their ensemble, their merge, and a student of two of them."""
+    """A study of three runs, their ensemble, a student of two of them, and merges of runs that come from one."""
     folder = tmp_path_factory.mktemp("combined")
     corpus = write_corpus(folder)
     settings = [word.removeprefix("--").replace("-", "_").split("=") for word in TINY if "=" in word]
@@ -51,7 +53,10 @@ name = "ensemble"
 ensemble = {list(NAMES)}
 [[variants]]
 name = "merge"
-merge = {list(NAMES)}
+merge = {list(OF_TWO)}
+[[variants]]
+name = "weighted"
+merge = {{ longer = 1, slower = 1, two = 2 }}
 [[variants]]
 name = "student"
 objective.name = "distill"
@@ -59,6 +64,10 @@ objective.teachers = "run:two,run:three"
 [[variants]]
 name = "longer"
 model.weights = "run:two"
+[[variants]]
+name = "slower"
+model.weights = "run:two"
+optimizer.lr = 1e-3
 """
     (folder / "mine.toml").write_text(text, encoding="utf-8")
     done = scrimp("study", str(folder / "mine.toml"), "--out", str(folder / "out"), timeout=400.0)
@@ -105,14 +114,27 @@ def test_an_ensemble_is_the_mean_of_logits(results: Path) -> None:
 
 
 def test_a_merge_is_the_mean_of_weights(results: Path) -> None:
-    runs = [results / "runs" / f"{name}-seed5" for name in NAMES]
+    runs = [results / "runs" / f"{name}-seed5" for name in OF_TWO]
     models = [loaded(run) for run in runs]
     merged = loaded(runs[0])
-    average(merged, runs)
+    average(merged, runs, [1.0, 1.0, 1.0])
     for name, parameter in merged.named_parameters():
         parts = [dict(model.named_parameters())[name] for model in models]
         torch.testing.assert_close(parameter, torch.stack(parts).mean(0), rtol=1e-12, atol=1e-15)
     assert row(results, "merge") == pytest.approx(float(losses_of(runs[0], [merged])), rel=1e-5)
+
+
+def test_a_merge_with_weights_is_the_average_of_averages(results: Path) -> None:
+    """((longer + slower) / 2 + two) / 2, in float64, has the loss of the row."""
+    two, longer, slower = (loaded(results / "runs" / f"{name}-seed5") for name in OF_TWO)
+    with torch.no_grad():
+        for first, second, third in zip(
+            longer.parameters(), slower.parameters(), two.parameters(), strict=True
+        ):
+            third.copy_(((first + second) / 2 + third) / 2)
+    expected = float(losses_of(results / "runs" / "two-seed5", [two]))
+    assert row(results, "weighted") == pytest.approx(expected, rel=1e-5)
+    assert abs(expected - row(results, "merge")) > 1e-3 * expected  # and not that of the plain mean
 
 
 def test_students_and_runs_that_go_on_find_what_they_need(results: Path) -> None:
@@ -133,9 +155,9 @@ def test_models_that_do_not_go_together_are_a_row_with_the_reason(results: Path,
     ]
     done = scrimp(*other, "--train.steps=1", "--model.vocab-size=512", "--data.held-out=0.1")
     assert done.returncode == 0, done.stderr
-    for is_merge, says in ((True, "no merge"), (False, "no ensemble")):
+    for weights, says in (([1.0, 1.0], "no merge"), (None, "no ensemble")):
         with pytest.raises(ScrimpError, match=says):
-            held_out_loss([results / "runs" / "one-seed5", tmp_path / "run"], is_merge=is_merge)
+            evaluate_together([results / "runs" / "one-seed5", tmp_path / "run"], weights)
 
 
 def test_first_steps_of_students_read_the_words_of_their_teachers(results: Path, tmp_path: Path) -> None:
@@ -150,4 +172,4 @@ def test_first_steps_of_students_read_the_words_of_their_teachers(results: Path,
 
 def test_a_combination_of_what_is_not_there_is_refused(results: Path) -> None:
     with pytest.raises(ScrimpError):
-        held_out_loss([results / "runs" / "one-seed5", results / "runs" / "nobody-seed5"], is_merge=False)
+        evaluate_together([results / "runs" / "one-seed5", results / "runs" / "nobody-seed5"], None)

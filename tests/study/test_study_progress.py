@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from scrimp.study.job import Job
 from scrimp.study.progress import LINE_SECONDS, StudyProgress
+from scrimp.study.variants import Combined
 
 STUDY = study_of()
 
@@ -38,6 +40,21 @@ def test_a_log_has_a_line_for_each_run_and_one_now_and_then() -> None:
         "[1/3] a-seed0: held-out loss 2.5000, 1m 01s",
         "[2/3] b-seed0: failed: it broke",
         "dropped after step 8: b",
+    ]
+
+
+def test_what_is_evaluated_together_is_no_run_of_the_total() -> None:
+    log, now = io.StringIO(), [0.0]
+    lines = StudyProgress(2, 16, Console(file=log, width=200), clock=lambda: now[0])
+    both = dataclasses.replace(job("c"), combined=Combined("merge", ("a", "b"), (1.0, 1.0)))
+    lines.ended(both, row_for(STUDY, "c", 0, 2.5))
+    lines.started(job("b"))
+    lines.going({"b-seed0": 0})
+    now[0] = LINE_SECONDS
+    lines.going({"b-seed0": 8})
+    assert log.getvalue().splitlines() == [
+        "c-seed0: held-out loss 2.5000",
+        "0/2 runs done; b-seed0 step 8/8; about 30.0 s left",
     ]
 
 

@@ -151,7 +151,7 @@ def _show(found: Study, rows: Mapping[Key, Row], folder: Path) -> int:
         console.print(advice, soft_wrap=True)
     said = [*descent_text(found, rows), *findings(results)]
     for line in said:
-        console.print(line, soft_wrap=True)
+        console.print(line, soft_wrap=True, markup=False, emoji=False)
     console.print(f"report: {write_page(results, folder, said)}", soft_wrap=True)
     return 1 if any(one.failures for one in results.outcomes) else 0
 

@@ -5,6 +5,7 @@ Problem  A weight such as 0.1 is no binary number. An order of samples that foll
 Method   ``data.mix = "web.jsonl=0.7,stdlib=0.3"``: a source, as `data.source` takes it, and behind the last ``=`` of
          each part a decimal number. Weights are read exactly and brought to whole shares without a common divisor, here
          7 and 3: 70 and 30, or 7 and 3, say the same. A share counts samples (sequences), hence tokens, not documents.
+         A source of weight 0 is evaluated, and never trained on.
 Limits   Shares add up to 100,000 at most, which five digits of a weight keep; 64 sources at most; names without commas.
 Checked  tests/config/test_mix_setting.py
 """
@@ -34,14 +35,14 @@ class MixedSource:
     name: str
     """As `data.source` takes it."""
     share: int
-    """Samples of it in each round of as many samples as all shares add up to."""
+    """Samples of it in each round of as many samples as all shares add up to; 0: it is evaluated alone."""
 
 
 def mixed_sources(text: str) -> tuple[MixedSource, ...]:
     """The sources of a `data.mix`, their shares without a common divisor.
 
     Raises:
-        ConfigError: this is no list of different sources with weights above 0, or shares are too fine.
+        ConfigError: this is no list of different sources with weights, one above 0, or shares are too fine.
     """
     weights: dict[str, Fraction] = {}
     for part in text.split(","):
@@ -64,6 +65,8 @@ def mixed_sources(text: str) -> tuple[MixedSource, ...]:
             text,
             expected=f"at most {MOST_SOURCES}",
         )
+    if not any(weights.values()):
+        raise _refused("data.mix trains on nothing", text, text, expected="a weight above 0")
     return tuple(map(MixedSource, weights, _shares(list(weights.values()), text)))
 
 
@@ -86,7 +89,9 @@ def labels_of(names: Sequence[str]) -> list[str]:
 
 
 def _weight(text: str, name: str) -> Fraction:
-    """The exact value of a decimal number above 0."""
+    """The exact value of a decimal number that is not negative."""
+    if text and set(text) <= set("0."):
+        return Fraction(0)
     with contextlib.suppress(ValueError):
         # First as a float: a fraction writes every digit of 1e-999999 out.
         if 0 < float(text) < math.inf:
@@ -94,7 +99,7 @@ def _weight(text: str, name: str) -> Fraction:
     raise ConfigError(
         f"the weight of {name} in data.mix is not possible",
         got=repr(text),
-        expected="a number above 0, as 0.7 or 2",
+        expected="a number as 0.7 or 2; 0 evaluates on the source alone",
     )
 
 
@@ -104,7 +109,7 @@ def _shares(weights: list[Fraction], text: str) -> list[int]:
     divisor = math.gcd(*whole)
     shares = [one // divisor for one in whole]
     if sum(shares) > MOST_PARTS:
-        rounded = [max(1, round(_ROUNDED_TO * weight / sum(weights))) for weight in weights]
+        rounded = [weight and max(1, round(_ROUNDED_TO * weight / sum(weights))) for weight in weights]
         raise _refused(
             "the weights of data.mix are too fine",
             text,

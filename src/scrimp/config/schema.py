@@ -55,14 +55,14 @@ class DataConfig:
     """Text in, token sequences out."""
 
     source: str = "stdlib"
-    """stdlib; copy, a task; a text, JSONL or Parquet file (also .gz, .zst); a folder of them; a folder of
-    token shards; a saved datasets folder; or hf:OWNER/NAME for the Hugging Face hub."""
+    """stdlib, or a package of it, as stdlib:email; copy, a task; a text, JSONL or Parquet file (also .gz, .zst); a
+    folder of them; a folder of token shards; a saved datasets folder; or hf:OWNER/NAME for the Hugging Face hub."""
     mix: str | None = None
     """Instead of source: several of them with weights, as web.jsonl=0.7,stdlib=0.3. A weight says how much of what is
-    trained on comes from there, in tokens. Unset: source alone."""
+    trained on comes from there, in tokens; 0 evaluates on it alone. Unset: source alone."""
     tokens: int | None = None
-    """Train on the first so many tokens of the source alone, again and again: to see what little data does. Unset: on
-    all."""
+    """Train on the first so many tokens of the source alone, again and again: to see what little data does; of each
+    source of a mix, which must have them. Unset: on all."""
     text_column: str = "text"
     """Column (JSONL key) that holds the text; of conversations, messages unless another is named."""
     chat_template: Path | None = None

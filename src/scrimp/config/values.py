@@ -176,11 +176,12 @@ def _check_mix(data: DataConfig) -> None:
     """Refuse a mixture beside settings that it replaces, or has no use for."""
     if not data.mixed:
         return
-    if data.tokens is not None:
+    if data.held_out == 0 and (unused := [one.name for one in data.mixed if not one.share]):
         raise ConfigError(
-            "data.tokens applies to a single source",
-            got=f"{data.tokens:,} beside data.mix {data.mix}",
-            do="leave data.tokens out, or give files that are as small",
+            "a source of weight 0 in data.mix has no use",
+            got=f"{', '.join(unused)}, and data.held_out 0",
+            expected="held-out text of it, which is evaluated",
+            do="leave the source out, or give a share with data.held_out",
         )
     if data.source != DataConfig().source:
         raise ConfigError(

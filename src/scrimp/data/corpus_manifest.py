@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from scrimp.data.shards import ShardHeader
-from scrimp.data.sources import BUILT_IN, HUB
+from scrimp.data.sources import HUB, is_built_in
 from scrimp.data.split import Split, SplitContent
 from scrimp.errors import DataError
 from scrimp.files import storage, write_whole
@@ -149,7 +149,7 @@ def is_corpus(folder: Path) -> bool:
 
 def shards_at(source: str) -> Path | None:
     """The folder of ready shards that a source is, if it is one."""
-    if source in BUILT_IN or source.startswith(HUB):
+    if is_built_in(source) or source.startswith(HUB):
         return None
     path = Path(source).expanduser()
     return path if is_corpus(path) else None

@@ -11,12 +11,12 @@ from pathlib import Path
 from scrimp.data.columns import Column
 from scrimp.data.hub import Hub, SavedDataset
 from scrimp.data.sources import (
-    BUILT_IN,
     HUB,
     CopyTask,
     Files,
     Source,
     StandardLibrary,
+    is_built_in,
     no_conversations,
     source_file,
     walk_files,
@@ -36,7 +36,7 @@ def open_source(source: str, column: str, *, conversations: bool = False) -> Sou
 
 
 def _open_source(source: str, column: Column) -> Source:
-    if source in BUILT_IN:
+    if is_built_in(source):
         if column.is_messages:
             raise no_conversations(source)
         if source == "copy" and Path(source).exists():
@@ -46,7 +46,7 @@ def _open_source(source: str, column: Column) -> Source:
                 expected="one of the two",
                 do="write ./copy for what lies here, or rename it",
             )
-        return StandardLibrary() if source == "stdlib" else CopyTask()
+        return CopyTask() if source == "copy" else StandardLibrary(source)
     if source.startswith(HUB):
         return Hub(source, column)
     path = Path(source).expanduser()
@@ -55,7 +55,8 @@ def _open_source(source: str, column: Column) -> Source:
     if not exists:
         raise DataError(
             f"there is no file or folder {source}",
-            expected="stdlib, copy, a text, JSONL or Parquet file, a folder, or hf:OWNER/NAME for the Hugging Face hub",
+            expected="stdlib, stdlib:PACKAGE, copy, a text, JSONL or Parquet file, a folder, "
+            "or hf:OWNER/NAME for the Hugging Face hub",
             do=_hub_hint(source),
         )
     if is_folder:

@@ -30,12 +30,12 @@ class Interleave:
     """`interleave[i]` is the source of sample i of a run, and how many samples of it came before.
 
     Args:
-        shares: samples of each source in a round.
+        shares: samples of each source in a round; of none where it is 0.
     """
 
     def __init__(self, shares: tuple[int, ...]) -> None:
-        if not shares or min(shares) < 1:
-            raise ValueError("every source of a mixture has a share above 0")
+        if not any(shares) or min(shares) < 0:
+            raise ValueError("no share of a mixture is negative, and one is above 0")
         self.shares, self._round = shares, sum(shares)
         self._sources, self._before = _one_round(shares)
 
@@ -57,7 +57,7 @@ class Interleave:
 def _one_round(shares: tuple[int, ...]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
     """The source of each position of a round, and its samples before it."""
     length, taken = sum(shares), [0] * len(shares)
-    ends = [-(-length // share) for share in shares]
+    ends = [-(-length // share) if share else 0 for share in shares]
     sources, before = np.empty(length, dtype=np.uint8), np.empty(length, dtype=np.int32)
     for position in range(length):
         ready = [s for s, share in enumerate(shares) if taken[s] * length < (position + 1) * share]

@@ -114,6 +114,12 @@ class Mixture:
         parts = [[part.digest, share] for part, share in zip(self.parts, self.shares, strict=True)]
         return hashlib.sha256(json.dumps(["mixture", parts]).encode()).hexdigest()
 
+    @property
+    def digest_of_sources(self) -> str:
+        """Identifies what a run may see and what it is evaluated on, whatever the shares are."""
+        parts = [part.digest for part in self.parts]
+        return hashlib.sha256(json.dumps(["sources", parts]).encode()).hexdigest()
+
     def is_that_of(self, digest: str) -> bool:
         """Whether a run whose checkpoint carries `digest` saw this mixture."""
         return digest == self.digest

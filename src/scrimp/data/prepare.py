@@ -46,7 +46,7 @@ from scrimp.data.corpus_text import MIXTURE, CorpusSpec, CorpusText, held_out_so
 from scrimp.data.documents import Document
 from scrimp.data.encoding import encode_documents
 from scrimp.data.progress_line import note
-from scrimp.data.sources import BUILT_IN, HUB, Source
+from scrimp.data.sources import HUB, Source, is_built_in
 from scrimp.data.tokenizer import SMALLEST_BPE, Tokenizer, load_tokenizer
 from scrimp.data.writing import SplitWriter
 from scrimp.errors import DataError, StorageError, typed
@@ -135,7 +135,7 @@ def open_text_source(spec: CorpusSpec, out: Path | None = None) -> tuple[Source,
             expected="a source of text",
             do=f"train on it as it is: {typed('train', '--data.source', shards)}",
         )
-    is_folder = spec.source not in BUILT_IN and not spec.source.startswith(HUB) and path.is_dir()
+    is_folder = not (is_built_in(spec.source) or spec.source.startswith(HUB)) and path.is_dir()
     if out is not None and is_folder and out.resolve().is_relative_to(path.resolve()):
         raise DataError(
             f"the output folder {out} lies inside the source {path}",

@@ -1,6 +1,7 @@
 """Where text comes from: one `Source` per kind, each a stream of texts in a fixed order.
 
     stdlib              the Python files of the running Python's own standard library
+    stdlib:PACKAGE      those of one package, as stdlib:email
     copy                a task: random letters, and the same again
     FILE                text, JSONL (.jsonl, .ndjson, .json) or Parquet; text and JSONL also .gz, .zst
     FOLDER              such files, in the order of their paths (a .json file in a folder is text);
@@ -19,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import stat
 import sysconfig
 from abc import ABC, abstractmethod
@@ -33,8 +35,10 @@ from scrimp.errors import DataError
 from scrimp.files import storage
 
 HUB = "hf:"
-BUILT_IN = frozenset({"stdlib", "copy"})
-"""Sources that are names, never paths: ./stdlib is the folder."""
+_STDLIB = "stdlib"
+BUILT_IN = frozenset({_STDLIB, "copy"})
+"""Sources that are names, never paths: ./stdlib is the folder. So is stdlib:PACKAGE (`is_built_in`)."""
+_PACKAGE = re.compile(rf"{_STDLIB}:(\w+)")
 _COPIES = 50_000
 _HASHED_CONTENT = 256 << 20
 _JSONL = frozenset({".jsonl", ".ndjson"})
@@ -103,19 +107,36 @@ class Files(Source):
         return fingerprint_files(self.files)
 
 
-class StandardLibrary(Files):
-    """The standard library of this Python: a real corpus on every machine."""
+def is_built_in(source: str) -> bool:
+    """Whether a source is a name, never a path."""
+    return source in BUILT_IN or _PACKAGE.fullmatch(source) is not None
 
-    def __init__(self) -> None:
+
+class StandardLibrary(Files):
+    """The standard library of this Python: a real corpus on every machine.
+
+    Args:
+        name: stdlib, or stdlib:PACKAGE for a package of it.
+    """
+
+    def __init__(self, name: str = _STDLIB) -> None:
         root = Path(sysconfig.get_path("stdlib"))
+        if (found := _PACKAGE.fullmatch(name)) is not None:
+            root /= found[1]
+            if not root.is_dir():
+                raise DataError(
+                    f"the standard library has no package {found[1]}",
+                    got=f"no folder {root}",
+                    expected="a package of it, as stdlib:email",
+                )
         files = [file for file in walk_files(root, suffix=".py", left_out=_STDLIB_LEFT_OUT) if file.size]
         if not files:
             raise DataError(
-                "this Python has no source files of its standard library",
+                f"this Python has no source files of {name}",
                 got=f"no .py file in {root}",
                 do="give a text with data.source",
             )
-        super().__init__("stdlib", files, Column("text"), alone=False)
+        super().__init__(name, files, Column("text"), alone=False)
 
     def texts(self, meter: Meter) -> Iterator[str]:
         self.skipped = {}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from scrimp.config import Config, check_values, nearest_word, ranks_of, replace_values
+from scrimp.config.mixture import mixed_sources
 from scrimp.errors import ConfigError, ScrimpError
 from scrimp.study.comparisons import pairs_for_bootstrap
 from scrimp.study.rows import MOST_POINTS
@@ -24,6 +25,8 @@ _MAY_DIFFER: Final = ("data.tokens",)
 _ONLY_COMMON: Final = ("data",)
 _ONLY_COMMON_OF_LOSSES: Final = ("data", "evaluation", "train.sequence", "objective.name")
 _ONLY_COMMON_OF_TRUNKS: Final = ("model",)
+_OF_COMBINED: Final = ("held_out_loss", "mean_source_loss")
+"""Figures that models which are evaluated together have."""
 _ONLY_COMMON_OF_TARGETS: Final = ("model", "train.steps", "train.batch_tokens")
 
 
@@ -64,7 +67,10 @@ def check_whole(study: Study, where: str) -> None:
     _check_target(study, where)
     _check_needs(study, where)
     _check_descent(study, where)
+    _check_merges(study, where)
     _check_shared(study, where)
+    if study.figure == "mean_source_loss":
+        _check_sources(study, where)
     if study.trunk is not None:
         _check_trunk(study, study.trunk, where)
     for variant in study.variants:
@@ -130,6 +136,7 @@ def _check_shared(study: Study, where: str) -> None:
         keys = {*variant.settings, *control.settings}
         for key in sorted(keys):
             may_differ = study.target is None and key in _MAY_DIFFER
+            may_differ |= key == "data.mix" and study.figure == "mean_source_loss"
             if may_differ or not any(key == one or key.startswith(f"{one}.") for one in shared):
                 continue
             mine, of_control = (one.settings.get(key) for one in (variant, control))
@@ -163,11 +170,11 @@ def _check_needs(study: Study, where: str) -> None:
     needing = next((one for one in study.variants if one.needs), None)
     if needing is None:
         return
-    if study.halving is not None or study.figure != "held_out_loss":
+    if study.halving is not None or study.figure not in _OF_COMBINED:
         raise ConfigError(
             f"{needing.name} in {where} needs runs of other variants",
             got="[halving]" if study.halving is not None else f"figure {study.figure}",
-            expected="held_out_loss, of whole runs",
+            expected=f"{' or '.join(_OF_COMBINED)}, of whole runs",
             do="leave that out",
         )
     if study.named(study.control).combined is not None:
@@ -181,7 +188,7 @@ def _check_descent(study: Study, where: str) -> None:
     start = study.variants[study.descent.number(study.descent.start)].name
     beside = {
         "[halving]": study.halving is not None,
-        f"figure {study.figure}": study.figure not in ("held_out_loss", "training_loss"),
+        f"figure {study.figure}": study.figure not in ("held_out_loss", "mean_source_loss", "training_loss"),
         f"control {study.control}": study.control != start,
         "runs that need others": any(one.needs for one in study.variants),
     }
@@ -198,6 +205,43 @@ def _check_descent(study: Study, where: str) -> None:
                 f"descent.{key} in {where} is no list to descend along",
                 got=shown(list(values)),
                 expected="two or more values, in order",
+            )
+
+
+def _check_merges(study: Study, where: str) -> None:
+    """Refuse means of weights that are of other shapes, or do not come from the same ones."""
+    for merge in study.variants:
+        if merge.combined is None or merge.combined.how != "merge":
+            continue
+        first, *others = (study.origin_of(study.named(name)) for name in merge.needs)
+        model = replace_values(Config(), first.settings).model
+        draws_weights = study.trunk is None and model.weights is None
+        for name, one in zip(merge.needs[1:], others, strict=True):
+            is_same_model = replace_values(Config(), one.settings).model == model
+            if not is_same_model or (draws_weights and one.draw != first.draw):
+                raise ConfigError(
+                    f"{merge.name} in {where} merges models that do not go together",
+                    got=f"{merge.needs[0]} and {name}, with other "
+                    + ("initial weights (draw)" if is_same_model else "settings of the model"),
+                    expected="runs that go on from the same weights: a mean of others is no model",
+                    do="give the study a [trunk], or leave one of the two out",
+                )
+
+
+def _check_sources(study: Study, where: str) -> None:
+    """Refuse runs that have no mixture, or one of other sources: these are what all are evaluated on."""
+    mixes = {one.name: one.settings.get("data.mix") for one in study.runs_of_a_seed if one.combined is None}
+    for name, mix in mixes.items():
+        sources, common = (
+            [one.name for one in mixed_sources(str(text))] if text else []
+            for text in (mix, mixes[study.control])
+        )
+        if not sources or sources != common:
+            raise ConfigError(
+                f"{name} in {where} is not evaluated on the sources of {study.control}",
+                got=f"data.mix {mix}" if mix else "no data.mix",
+                expected=f"{', '.join(common) or 'a data.mix'}, in this order, with weights of its own",
+                do="give what it does not train on the weight 0",
             )
 
 

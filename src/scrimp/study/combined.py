@@ -4,7 +4,11 @@ Problem  An ensemble and a merge of runs have no run of their own, and yet a hel
 Method   They are evaluated on the tokens on which each of the runs was at its end, in the same rows, in the working
          format. An ensemble runs all models on each batch, as the teachers of a distillation do
          (`scrimp.objectives.soft_targets`), in float32. A merge adds up the weights in float64, a tensor at a time: one
-         model and one tensor are in memory, whatever the number of runs.
+         model and one tensor of each run are in memory, never a run whole. Runs of a merge may have weights w_i:
+
+             theta = sum_i w_i theta_i / sum_i w_i
+
+         so that an average of averages is one too: of two units of one domain and one of another with weights 1, 1, 2.
          A process of its own does it and ends, so that the study keeps no memory of a GPU.
 Limits   It runs on this machine, on the device that the first run names. Runs whose products were planned are
          evaluated in the working format, as `scrimp eval` does it.
@@ -34,10 +38,10 @@ from scrimp.objectives.next_token import NextToken
 from scrimp.precision import parse_rules
 from scrimp.profiler import resolve_device
 from scrimp.runtime import Executable
-from scrimp.study.job import Job, data_digest, row_of, run_name
+from scrimp.study.job import Job, data_digest, row_of, run_name, source_figures
 from scrimp.study.rows import Curve, Row
 from scrimp.training.distillation import frozen_model, soft_targets
-from scrimp.training.evaluation import evaluate_held_out
+from scrimp.training.evaluation import Evaluation, evaluate_held_out
 from scrimp.training.run_data import open_run_corpus
 from scrimp.training.run_folder import saved_config
 from scrimp.training.trained_weights import architecture_of_weights, checkpoint_of, finite_weights
@@ -47,37 +51,41 @@ from scrimp.world import ALONE
 def combined_row(job: Job) -> Row:
     """The row of models that are evaluated together."""
     began, folders = time.monotonic(), [job.folder / run_name(name, seed) for name, seed, _ in job.needs]
-    words = [sys.executable, "-m", "scrimp.study.combined", str(job.how), *map(str, folders)]
+    assert job.combined is not None
+    weights = ",".join(map(repr, job.combined.weights))
+    words = [sys.executable, "-m", "scrimp.study.combined", job.combined.how, weights, *map(str, folders)]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     seconds = time.monotonic() - began
     if done.returncode:
         return row_of(job, seconds=seconds, error=" ".join(done.stderr.split())[-400:])
-    loss = float(json.loads(done.stdout.splitlines()[-1]))
+    losses = json.loads(done.stdout.splitlines()[-1])
+    figures = {"held_out_loss": losses["loss"]} | source_figures(losses["sources"])
     return replace(
         row_of(job, seconds=seconds, error=""),
         error=None,
-        figures={job.figure: loss},
-        held_out=Curve(steps=[job.steps], values=[loss]),
-        data=data_digest(folders[0]),
+        figures=figures,
+        held_out=Curve(steps=[job.steps], values=[figures[job.figure]]),
+        data=data_digest(folders[0], job.figure),
     )
 
 
-def held_out_loss(folders: Sequence[Path], *, is_merge: bool) -> float:
-    """Held-out loss of the runs in these folders together, in nats a token.
+def evaluate_together(folders: Sequence[Path], weights: Sequence[float] | None) -> Evaluation:
+    """The runs in these folders, evaluated together on what the first holds out.
 
     Args:
-        is_merge: of the mean of their weights; else of the mean of their logits.
+        weights: of the runs in the mean of their weights; None: the mean of their logits.
 
     Raises:
         ScrimpError: a run has no checkpoint or no held-out text, or a model that does not go with the first.
     """
+    is_merge = weights is not None
     _refuse_others(folders, is_merge=is_merge)
     config = saved_config(folders[0])
     device = resolve_device(config.device).torch_device
     dtype = DTYPES[config.train.parameters]
     models = [frozen_model(one, device, dtype) for one in (folders[:1] if is_merge else folders)]
-    if is_merge:
-        average(models[0], folders)
+    if weights is not None:
+        average(models[0], folders, weights)
     executable = Executable(
         models[0],
         device,
@@ -86,7 +94,7 @@ def held_out_loss(folders: Sequence[Path], *, is_merge: bool) -> float:
         Ensemble(models=tuple(models)),
     )
     corpus = open_run_corpus(config, ALONE, progress=False)
-    return evaluate_held_out(executable, corpus, config).loss
+    return evaluate_held_out(executable, corpus, config)
 
 
 def _refuse_others(folders: Sequence[Path], *, is_merge: bool) -> None:
@@ -102,16 +110,16 @@ def _refuse_others(folders: Sequence[Path], *, is_merge: bool) -> None:
 
 
 @torch.no_grad()
-def average(model: Model, folders: Sequence[Path]) -> None:
-    """Fill a model with the mean of the weights of runs that are of its architecture."""
+def average(model: Model, folders: Sequence[Path], weights: Sequence[float]) -> None:
+    """Fill a model with the weighted mean of the weights of runs that are of its architecture."""
     parameters = dict(model.named_parameters())
     streams = [finite_weights(checkpoint_of(folder)) for folder in folders]
     for tensors in zip(*streams, strict=True):
         (name, first), *others = tensors
-        total = first.double()
-        for _, one in others:
-            total += one
-        parameters[name].copy_(total / len(folders))
+        total = weights[0] * first.double()
+        for weight, (_, one) in zip(weights[1:], others, strict=True):
+            total.add_(one, alpha=weight)
+        parameters[name].copy_(total / sum(weights))
 
 
 @dataclass(frozen=True)
@@ -130,10 +138,13 @@ class Ensemble(NextToken):
         return LossSums(torch.stack(losses).sum(), torch.zeros(()))
 
 
-def main(how: str, *folders: str) -> int:
-    """Print the loss, or why there is none."""
+def main(how: str, weights: str, *folders: str) -> int:
+    """Print the losses, or why there are none."""
     try:
-        print(json.dumps(held_out_loss([*map(Path, folders)], is_merge=how == "merge")))
+        merged = [float(one) for one in weights.split(",")] if how == "merge" else None
+        found = evaluate_together([*map(Path, folders)], merged)
+        sources = {label: one.loss for label, one in found.sources.items()}
+        print(json.dumps({"loss": found.loss, "sources": sources}))
     except ScrimpError as error:
         print(error, file=sys.stderr)
         return 1

@@ -162,7 +162,7 @@ def jobs_of(
                     figure=study.recorded_figure,
                     threads=threads,
                     needs=_needs_of(study, variant, seed),
-                    how=None if variant.combined is None else variant.combined.how,
+                    combined=variant.combined,
                     trusts=trusts,
                     at_once=at_once,
                 )
@@ -271,7 +271,7 @@ def _failed_with_needed(job: Job, rows: Mapping[Key, Row]) -> Row | None:
 
 def _combined(job: Job) -> Row | None:
     """The row of models that are evaluated together; None of a run."""
-    if job.how is None:
+    if job.combined is None:
         return None
     from scrimp.study.combined import combined_row  # which needs torch
 

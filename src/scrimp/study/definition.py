@@ -5,7 +5,8 @@ A file has the common settings of all runs, and either a list of variants or a g
     about = "What does the learning rate do?"
     seeds = 3                        # or a list, [0, 1, 2]
     control = "lr=0.001"             # what the others are compared with; unset: the first
-    figure = "held_out_loss"         # or training_loss, tokens_per_second; steps_to_target, with target = 5.2
+    figure = "held_out_loss"         # or training_loss, tokens_per_second; mean_source_loss, of runs whose data.mix has
+                                     # other weights; steps_to_target, with target = 5.2
 
     [settings]                       # as `scrimp train` has them
     model.preset = "llama-3m"
@@ -25,9 +26,10 @@ A file has the common settings of all runs, and either a list of variants or a g
     train.steps = 300
 
 Problem  A comparison holds only where nothing else differs. A file must not be able to say otherwise by accident.
-Method   All runs read one corpus: `data` belongs to the common settings. The seed is the study's, the folder too. Where
-         losses are compared, what they are measured on (`evaluation`, `train.sequence`) is common. Every setting goes
-         through the reader of `scrimp train`, so that a file cannot say what a run would refuse.
+Method   All runs read one corpus: `data` belongs to the common settings (with mean_source_loss its sources, not their
+         weights). The seed is the study's, the folder too. Where losses are compared, what they are measured on
+         (`evaluation`, `train.sequence`) is common. Every setting goes through the reader of `scrimp train`, so that a
+         file cannot say what a run would refuse.
          With a trunk, runs begin with its weights and its optimizer's states. Each seed has a trunk of its own: pairs
          are independent, and an interval over them speaks of all trunks, not of one.
 Limits   A run is one process. Settings that only fail together are found by the run itself.
@@ -76,7 +78,7 @@ from scrimp.study.variants import (
     variants_of,
 )
 
-RecordedFigure = Literal["held_out_loss", "training_loss", "tokens_per_second"]
+RecordedFigure = Literal["held_out_loss", "mean_source_loss", "training_loss", "tokens_per_second"]
 """What a row has of every run."""
 FigureName = Literal[RecordedFigure, "steps_to_target"]
 _SHIPPED: Final = Path(__file__).parent / "shipped"
@@ -192,7 +194,7 @@ class Study(_Head):
         """Whether runs of one seed have the same batches; by model: only where their models ask for as large ones."""
         runs = self.runs
         sizes = {tuple(one.settings.get(key) for key in _SIZES_OF_BATCHES) for one in runs}
-        reads = {(one.draw, one.settings.get("data.tokens")) for one in runs}
+        reads = {(one.draw, one.settings.get("data.tokens"), one.settings.get("data.mix")) for one in runs}
         if len(sizes) > 1 or len(reads) > 1:
             return "other"
         models = {
@@ -242,9 +244,17 @@ class Study(_Head):
             settings[TRUNK] = digest_of(self.settings_of(self.trunk, seed))
         if variant.combined is not None:
             settings["combined"] = variant.combined.how
+            if len(set(variant.combined.weights)) > 1:
+                settings["weights"] = variant.combined.weights
         for name in variant.needs:
             settings[f"run:{name}"] = self.digest(self.named(name), seed)
         return digest_of(settings)
+
+    def origin_of(self, variant: Variant) -> Variant:
+        """The run that a chain of runs which go on from one another begins with."""
+        while "model.weights" in variant.naming:
+            variant = self.named(variant.needs[0])
+        return variant
 
     def named(self, name: str) -> Variant:
         """The variant of a name."""

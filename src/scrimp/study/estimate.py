@@ -106,7 +106,7 @@ def probe_all(study: Study, folder: Path, threads: int, say: Say, *, trusts: boo
         if variant.combined is not None:  # what is evaluated has no steps
             found[variant.name] = found[variant.needs[0]]
             continue
-        key = digest_of({**_settings_that_cost(variant), "threads": threads})
+        key = digest_of({**_settings_that_cost(study, variant), "threads": threads})
         if key not in known:
             say(f"measuring the first steps of {variant.name} ...")
             known[key] = _probe(study, variant, threads, trusts=trusts)
@@ -246,8 +246,9 @@ def _gpus() -> list[tuple[str, int]]:
 # -- probes ------------------------------------------------------------------------------------
 
 
-def _settings_that_cost(variant: Variant) -> dict[str, Any]:
+def _settings_that_cost(study: Study, variant: Variant) -> dict[str, Any]:
     free = {f"{part}.{name}" for part, names in _COSTS_NOTHING.items() for name in names.split()}
+    free |= {"data.mix"} if study.figure == "mean_source_loss" else set()  # of the same sources
     return {key: value for key, value in variant.settings.items() if key not in free}
 
 
@@ -310,20 +311,13 @@ def _without_needed(study: Study, variant: Variant, settings: dict[str, Any]) ->
             settings[of_tokenizer] = variant.settings.get(of_tokenizer)
         del settings[key]
         if key == "model.weights":
-            like = _first_of(study, variant).settings
+            like = study.origin_of(variant).settings
             settings |= {name: one for name, one in like.items() if name.startswith("model.")}
         else:
             settings["objective.name"] = "next-token"
             for alone in ("objective.written", "objective.written_tokens"):
                 settings.pop(alone, None)
     return settings
-
-
-def _first_of(study: Study, variant: Variant) -> Variant:
-    """The run that a chain of runs which go on from one another begins with."""
-    while "model.weights" in variant.naming:
-        variant = study.named(variant.needs[0])
-    return variant
 
 
 def _steps(job: Job) -> int:
@@ -353,5 +347,5 @@ def _of_run(job: Job, startup: float, error: str | None) -> Probe:
         host_bytes=max(0, before) + on_host + (0 if is_cuda else on_device),
         device_bytes=on_device + _CUDA_CONTEXT if is_cuda else 0,
         micro_batch=micro_batch if isinstance(micro_batch, int) else None,
-        data=data_digest(job.run_folder),
+        data=data_digest(job.run_folder, job.figure),
     )

@@ -21,11 +21,14 @@ from scrimp.errors import CheckpointError, ConfigError, ScrimpError
 from scrimp.files import storage
 from scrimp.json_files import decode_loosely
 from scrimp.report.curves import Array
-from scrimp.report.read_run import RunRecord, read_run
+from scrimp.report.read_run import RunRecord, mapping, read_run
+from scrimp.report.units import is_number
 from scrimp.study.definition import RecordedFigure
 from scrimp.study.rows import LARGEST, MOST_POINTS, Curve, Key, Row
-from scrimp.study.variants import MAY_NAME_RUNS, CombinedHow
+from scrimp.study.variants import MAY_NAME_RUNS, Combined
 
+SOURCE: Final = "held_out_loss/"
+"""Before the label of a mixture's source: the figure that is its held-out loss."""
 _DONE: Final = "all steps done"
 """The reason of the finish of a run that did not fail."""
 
@@ -50,7 +53,7 @@ class Job:
     threads: int = 1
     needs: tuple[Key, ...] = ()
     """Runs that have to be there first: its trunk, and those that its settings name or that it combines."""
-    how: CombinedHow | None = None
+    combined: Combined | None = None
     """How the runs that it needs are evaluated together, in place of a run; None: it is a run."""
     trusts: bool = False
     """Code that settings name may run."""
@@ -174,7 +177,7 @@ def row_of(job: Job, *, seconds: float, error: str | None = None) -> Row:
     if run is None:
         return Row(**common, error=error)
     figures = _figures(run, job.steps)
-    if error is None and figures[job.figure] is None:
+    if error is None and figures.get(job.figure) is None:
         error = f"the run has no {job.figure.replace('_', ' ')} at step {job.steps:,}"
     environment = dict(run.start_field("environment") or {})
     environment["device"] = str(run.start_field("device") or "")
@@ -183,8 +186,8 @@ def row_of(job: Job, *, seconds: float, error: str | None = None) -> Row:
         error=error,
         figures={} if error else figures,
         training=_training_curve(run, job.steps),
-        held_out=_held_out_curve(run, job.steps),
-        data=data_digest(job.run_folder),
+        held_out=_held_out_curve(run, job),
+        data=data_digest(job.run_folder, job.figure),
         environment=environment,
     )
 
@@ -194,6 +197,7 @@ def _figures(run: RunRecord, steps: int) -> dict[str, float | None]:
         "held_out_loss": _held_out_loss(run, steps),
         "training_loss": _training_loss(run, steps),
         "tokens_per_second": _tokens_per_second(run, steps),
+        **source_figures(_losses_of_sources(run).get(steps, {})),
     }
     return {name: None if value is None or abs(value) > LARGEST else value for name, value in found.items()}
 
@@ -201,6 +205,22 @@ def _figures(run: RunRecord, steps: int) -> dict[str, float | None]:
 def _held_out_loss(run: RunRecord, steps: int) -> float | None:
     at, losses = run.evaluations("eval_loss", "loss")
     return next((float(loss) for step, loss in zip(at, losses, strict=True) if step == steps), None)
+
+
+def _losses_of_sources(run: RunRecord) -> dict[float, Mapping[str, float]]:
+    """By step, the held-out loss of each source of a mixture by its label, where all have one."""
+    found: dict[float, Mapping[str, float]] = {}
+    for event in run.events_of("evaluation"):
+        step, losses = event.get("step"), mapping(event.get("sources"))
+        if is_number(step) and losses and all(map(is_number, losses.values())):
+            found[step] = losses
+    return found
+
+
+def source_figures(losses: Mapping[str, float]) -> dict[str, float]:
+    """Figures of a mixture's sources, each counted alike whatever its weight; none of a run on one source."""
+    mean = {"mean_source_loss": statistics.fmean(losses.values())} if losses else {}
+    return mean | {f"{SOURCE}{label}": loss for label, loss in losses.items()}
 
 
 def _training_loss(run: RunRecord, steps: int) -> float | None:
@@ -234,16 +254,24 @@ def _means(at: Array, values: Array, steps: int) -> Curve:
     return found
 
 
-def _held_out_curve(run: RunRecord, steps: int) -> Curve:
+def _held_out_curve(run: RunRecord, job: Job) -> Curve:
     at, losses = run.evaluations("eval_loss", "loss")
-    kept = np.flatnonzero(at <= steps)
+    if job.figure == "mean_source_loss":
+        found = sorted(_losses_of_sources(run).items())
+        at = np.array([step for step, _ in found], dtype=np.float64)
+        losses = np.array([statistics.fmean(one.values()) for _, one in found], dtype=np.float64)
+    kept = np.flatnonzero(at <= job.steps)
     kept = kept[np.unique(np.linspace(0, len(kept) - 1, min(MOST_POINTS, len(kept))).astype(int))]
     return Curve(steps=at[kept].tolist(), values=[round(loss, 6) for loss in losses[kept].tolist()])
 
 
-def data_digest(folder: Path) -> str:
-    """The digest of tokenizer and corpus, as a run's folder has it; empty where it has none."""
+def data_digest(folder: Path, figure: RecordedFigure) -> str:
+    """The digest of tokenizer and corpus, as a run's folder has it; of runs that weigh their sources otherwise, that of
+    the sources. Empty where there is none."""
     try:
+        if figure == "mean_source_loss":
+            mixtures = read_run(folder).events_of("mixture")
+            return str(mixtures[-1].get("digest_of_sources") or "") if mixtures else ""
         found = decode_loosely((folder / "run.json").read_bytes())
     except (OSError, ValueError, ScrimpError):
         return ""

@@ -33,7 +33,7 @@ _COLOURS: Final = 8
 _BATCHES: Final = {
     "same": "the same for all runs of a seed",
     "by model": "as large as each model asks for: train.batch_tokens or train.sequence is not set",
-    "other": "not the same: train.batch_tokens, train.sequence, data.tokens or the draw differs",
+    "other": "not the same: train.batch_tokens, train.sequence, data.tokens, data.mix or the draw differs",
 }
 
 

@@ -59,14 +59,11 @@ class StudyProgress:
             self._print(f"{self._ended}/{self._total} runs done; {runs}{self._left()}")
 
     def ended(self, job: Job, row: Row) -> None:
-        """A run ended, well or with an error."""
-        self._ended += 1
-        first, (step, _) = self._first.pop(job.name, 0), self._going.pop(job.name, (0, job.steps))
-        if row.error is None:
-            self._made += job.steps - first
-        else:  # what it did not make, nobody makes in this call
-            self._made += max(0, step - first)
-            self._steps -= job.steps - step
+        """A run ended, well or with an error; or models were evaluated together, which is no run of the total."""
+        count = ""
+        if job.combined is None:
+            self._count(job, row)
+            count = f"[{self._ended}/{self._total}] "
         value = row.figures.get(job.figure)
         words = (
             f"{FIGURES[job.figure]} {format_number(value, 5)}"
@@ -74,9 +71,18 @@ class StudyProgress:
             else f"failed: {row.error}"
         )
         took = f", {format_duration(row.seconds)}" if row.seconds else ""
-        self._print(f"[{self._ended}/{self._total}] {job.name}: {words}{took}")
+        self._print(f"{count}{job.name}: {words}{took}")
         if self._bars is not None:
             self._draw()
+
+    def _count(self, job: Job, row: Row) -> None:
+        self._ended += 1
+        first, (step, _) = self._first.pop(job.name, 0), self._going.pop(job.name, (0, job.steps))
+        if row.error is None:
+            self._made += job.steps - first
+        else:  # what it did not make, nobody makes in this call
+            self._made += max(0, step - first)
+            self._steps -= job.steps - step
 
     def dropped(self, variants: Collection[str], step: int) -> None:
         """A round ended, and these do not go on."""

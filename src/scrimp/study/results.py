@@ -25,12 +25,14 @@ from scrimp.study.rows import Curve, Key, Row
 
 FIGURES: Final[dict[FigureName, str]] = {
     "held_out_loss": "held-out loss",
+    "mean_source_loss": "held-out loss, mean of the sources",
     "training_loss": "training loss of the last quarter",
     "tokens_per_second": "tokens per second",
     "steps_to_target": "steps to the target",
 }
 UNITS: Final[dict[FigureName, str]] = {
     "held_out_loss": "nats a token",
+    "mean_source_loss": "nats a token",
     "training_loss": "nats a token",
     "tokens_per_second": "tokens a second",
     "steps_to_target": "steps",

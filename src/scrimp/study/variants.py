@@ -52,6 +52,8 @@ class Combined:
 
     how: CombinedHow
     members: tuple[str, ...]
+    weights: tuple[float, ...]
+    """Of the members, in the mean of their weights; those of an ensemble are equal."""
 
 
 @dataclass(frozen=True)
@@ -278,14 +280,19 @@ def _further(
 
 
 def _combined(value: object, how: str, name: str, where: str) -> Combined:
-    names = [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
-    if names != value or len(names) < 2 or len(set(names)) < len(names):
+    given = list(value) if isinstance(value, list | dict) else []
+    names = [one for one in given if isinstance(one, str)]
+    weights = list(value.values()) if isinstance(value, dict) else [1] * len(names)
+    are_weights = how == "merge" or isinstance(value, list)
+    are_weights &= all(type(one) in (int, float) and 0 < one < math.inf for one in weights)
+    if names != given or len(names) < 2 or len(set(names)) < len(names) or not are_weights:
         raise ConfigError(
             f"{how} of {name} in {where} cannot be used",
             got=shown(value),
-            expected="names of two or more variants, each once",
+            expected="names of two or more variants, each once"
+            + (", or a table of their weights above 0" if how == "merge" else ""),
         )
-    return Combined("ensemble" if how == "ensemble" else "merge", tuple(names))
+    return Combined("ensemble" if how == "ensemble" else "merge", tuple(names), tuple(map(float, weights)))
 
 
 def lists_of(table: Mapping[str, Any], part: str, where: str) -> dict[str, list[Any]]:

@@ -93,12 +93,12 @@ def _mean(found: Iterable[float | None]) -> float | None:
 
 def monotony(steps: Sequence[float], scores: Sequence[float]) -> float | None:
     """Spearman's correlation of step and score; 0 of a constant curve."""
-    return _pearson(_ranks(steps), _ranks(scores)) if len(scores) >= LEAST_POINTS else None
+    return spearman(steps, scores) if len(scores) >= LEAST_POINTS else None
 
 
 def autocorrelation(scores: Sequence[float]) -> float | None:
     """Pearson's correlation of each score and the next; 0 where either side is constant."""
-    return _pearson(scores[:-1], scores[1:]) if len(scores) >= LEAST_POINTS else None
+    return pearson(scores[:-1], scores[1:]) if len(scores) >= LEAST_POINTS else None
 
 
 def signal_to_noise(models: Sequence[Sequence[float]]) -> float | None:
@@ -145,7 +145,12 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [shared[value] for value in values]
 
 
-def _pearson(x: Sequence[float], y: Sequence[float]) -> float:
+def spearman(x: Sequence[float], y: Sequence[float]) -> float:
+    """Spearman's correlation: Pearson's of ranks, equal values sharing theirs; 0 where either side is constant."""
+    return pearson(_ranks(x), _ranks(y))
+
+
+def pearson(x: Sequence[float], y: Sequence[float]) -> float:
     """Pearson's correlation; 0 where either side is constant."""
     if len(set(x)) == 1 or len(set(y)) == 1:
         return 0.0

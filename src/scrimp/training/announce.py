@@ -74,7 +74,8 @@ def _announce_mixture(run: Run, mixture: Mixture) -> None:
         )
         figures = {"share": share, "tokens": stream.num_tokens, "passes": passes[number]}
         sources.append({"label": label, "source": mixture.names[number], **figures})
-    run.tell("mixture", f"mixture: {'; '.join(sentences)}", sources=sources)
+    digest = mixture.digest_of_sources
+    run.tell("mixture", f"mixture: {'; '.join(sentences)}", sources=sources, digest_of_sources=digest)
 
 
 def _announce_layout(run: Run, start: Start) -> None:

@@ -182,16 +182,27 @@ def open_run_corpus(
             corpus = open_mixture(specs, shares, cache=data.cache, progress=progress)
         else:
             corpus = open_corpus(specs[0], cache=data.cache, progress=progress, digest=digest)
-            if data.tokens is not None:
-                corpus.train = corpus.train.first(data.tokens + 1)  # the last one has a target
+        if data.tokens is not None:
+            for part in corpus.parts:
+                part.train = part.train.first(data.tokens + 1)  # the last one has a target
     world.agree("the data", corpus.digest, do="give all ranks the same source and the same cache")
     return corpus
 
 
 def refuse_short(config: ResolvedConfig, corpus: Corpus | Mixture) -> None:
-    """Raise DataError for a corpus, the run's or one that it mixes, that fills no sequence of the run."""
+    """Raise DataError for a corpus, the run's or one that it mixes, that fills no sequence of the run, and for one that
+    it mixes with less than `data.tokens`."""
     for source, part in zip(config.data.sources, corpus.parts, strict=True):
         _refuse_short(source, config.train.sequence, part)
+    wanted = config.data.tokens or 0
+    for mixed, part in zip(config.data.mixed, corpus.parts, strict=False):
+        if mixed.share and part.train.num_tokens < wanted:
+            raise DataError(
+                f"what is trained on of {mixed.name} has less than data.tokens",
+                got=f"{part.train.num_tokens:,} tokens",
+                expected=f"at least {wanted:,}, as of every source of data.mix that has a weight",
+                do="lower --data.tokens, or give a source with more text",
+            )
 
 
 def _refuse_short(source: str, sequence: int, corpus: Corpus) -> None:

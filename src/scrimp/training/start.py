@@ -31,7 +31,7 @@ from scrimp.config import (
 )
 from scrimp.config.mixture import mix_text
 from scrimp.data import Corpus, Mixture, load_tokenizer
-from scrimp.data.sources import BUILT_IN
+from scrimp.data.sources import BUILT_IN, is_built_in
 from scrimp.data.tokenizer import CHAT_TEMPLATE, SMALLEST_BPE
 from scrimp.errors import CheckpointError, ConfigError, DataError, PlanError, typed
 from scrimp.runtime.memory import HostRoom
@@ -342,7 +342,7 @@ def _refuse_commas(key: str, paths: Sequence[str]) -> None:
 
 
 def _anchored_name(name: str) -> str:
-    if name in KEYWORDS or name.startswith("hf:"):
+    if name in KEYWORDS or is_built_in(name) or name.startswith("hf:"):
         return name
     try:
         path = Path(name).expanduser()

@@ -1,0 +1,176 @@
+"""Data ablation by merging: which mixture of domains is best, told by models of one domain each.
+
+Problem  Of n domains there are 2^n - 1 mixtures. To train a model on each of them only to compare them is too much.
+Method   One seed model learns from a bit of everything. From it one model goes on for each domain (each unit of data of
+         one size), by the same steps. A mixture is then scored without training: by the held-out loss of the uniform
+         average of its domains' models,
+
+             theta(mixture) = 1/k sum of theta_i over its k domains
+
+         These losses are not those of models that were trained on the mixtures; their order is. n runs take the place
+         of one for each mixture, and a further domain costs one. Domains of several units are averages of averages, by
+         their units: a uniform average of all, or one with weights (`merge = {a = 2, b = 1}`, docs/studies.md).
+Study    `scrimp study recipe:data-merging`: five packages of the standard library, all ten pairs, by merges and by
+         models that were truly trained on them, on eight held-out texts: those of the domains, and three that nobody
+         trains on. What a variant is made of, its `data.mix` and `merge` say, not its name.
+         Said of each text: Spearman's correlation of the two losses over the mixtures, with an interval by a bootstrap
+         of mixtures and seeds, and Pearson's; which rank the mixtures truly have in the order that merges give them;
+         and where the one that merges choose greedily, a domain at a time, lies among the trained ones of its size.
+Limits   Mixtures share domains, so that they are no independent draws: the interval is narrower than it should be.
+         On a domain's own text, mixtures with it and without are far apart, and any score tells these: texts of nobody
+         are the harder test. Runs must go on from one seed model: averages of models that do not mean nothing.
+Source   Na et al., "Scalable Data Ablation Approximations for Language Models through Modular Training and Merging"
+         (EMNLP 2024, arXiv 2410.15661)
+Checked  tests/recipes/test_data_merging.py
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scrimp.config.mixture import labels_of, mixed_sources
+from scrimp.study.job import SOURCE
+from scrimp.tasks.curves import pearson, spearman
+
+if TYPE_CHECKING:
+    from scrimp.study.definition import Study
+    from scrimp.study.results import Results
+
+_ALL: Final = "mean_source_loss"
+_DRAWS: Final = 1000
+_CONFIDENCE: Final = 0.95
+_LEAST: Final = 3
+"""Mixtures of which a correlation says something."""
+Shares = frozenset[tuple[str, Fraction]]
+"""A mixture: domains with their shares of what is trained on, none of them 0."""
+Floats = NDArray[np.float64]
+Domain = TypeVar("Domain", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Losses of mixtures on one text, of the seeds that all have."""
+
+    merged: Mapping[Shares, Sequence[float]]
+    """Of averages of models; of one domain its model's."""
+    trained: Mapping[Shares, Sequence[float]]
+    """Of models that were trained on the mixtures."""
+
+    @property
+    def compared(self) -> list[Shares]:
+        """Mixtures of several domains that have both losses, the best merge first."""
+        found = [one for one in self.merged if len(one) > 1 and one in self.trained]
+        return sorted(found, key=lambda one: statistics.fmean(self.merged[one]))
+
+    def true_rank(self, mixture: Shares) -> tuple[int, int]:
+        """The place of a mixture, from 1, among the trained ones of as many domains, and how many there are."""
+        alike = [statistics.fmean(found) for one, found in self.trained.items() if len(one) == len(mixture)]
+        own = statistics.fmean(self.trained[mixture])
+        return 1 + sum(loss < own for loss in alike), len(alike)
+
+
+def findings(results: Results) -> list[str]:
+    """What the study's results say of each text, a sentence each; of runs that are missing nothing."""
+    mixtures = mixtures_of(results.study)
+    said = []
+    for text in dict.fromkeys(name for row in results.rows for name in row.figures):
+        if text != _ALL and not text.startswith(SOURCE):
+            continue
+        scores = _scores(results, mixtures, text)
+        if len(scores.compared) >= _LEAST:
+            said.append(f"{'mean of all' if text == _ALL else text.removeprefix(SOURCE)}: {_of_text(scores)}")
+    return said
+
+
+def mixtures_of(study: Study) -> dict[str, Shares]:
+    """What each variant is made of: what its `data.mix` trains on, or what the runs that it merges do together."""
+    found: dict[str, Shares] = {}
+    for one in study.variants:
+        shares: dict[str, Fraction] = {}
+        if one.combined is None:
+            mix = one.settings.get("data.mix")
+            shares = {part.name: Fraction(part.share) for part in mixed_sources(mix)} if mix else {}
+        elif one.combined.how == "merge":
+            for member, weight in zip(one.combined.members, one.combined.weights, strict=True):
+                for name, share in found[member]:
+                    shares[name] = shares.get(name, Fraction()) + share * Fraction(weight)
+        total = sum(shares.values())
+        found[one.name] = frozenset((name, share / total) for name, share in shares.items() if share)
+    return found
+
+
+def greedy(losses: Mapping[frozenset[Domain], float]) -> frozenset[Domain]:
+    """Forward selection: the best domain alone, and again and again the one beside which the loss is least, as long as
+    there are losses of larger sets."""
+    chosen: frozenset[Domain] = frozenset()
+    while larger := [one for one in losses if len(one) == len(chosen) + 1 and chosen < one]:
+        chosen = min(larger, key=losses.__getitem__)
+    return chosen
+
+
+def interval(merged: Floats, trained: Floats) -> tuple[float, float]:
+    """Of Spearman's correlation of mean losses, by draws of mixtures (rows) and seeds (columns) with replacement."""
+    generator, found = np.random.default_rng(0), []
+    mixtures, seeds = merged.shape
+    for _ in range(_DRAWS):
+        rows, columns = generator.integers(0, mixtures, mixtures), generator.integers(0, seeds, seeds)
+        x, y = (one[rows][:, columns].mean(1).tolist() for one in (merged, trained))
+        found.append(spearman(x, y))
+    low, high = np.quantile(found, [(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+def _scores(results: Results, mixtures: Mapping[str, Shares], text: str) -> Scores:
+    losses: dict[str, dict[int, float]] = {}
+    for row in results.rows:
+        loss = row.figures.get(text)
+        if row.error is None and loss is not None and mixtures.get(row.variant):
+            losses.setdefault(row.variant, {})[row.seed] = loss
+    seeds = set.intersection(*map(set, losses.values())) if losses else set[int]()
+    merged: dict[Shares, list[float]] = {}
+    trained: dict[Shares, list[float]] = {}
+    for one in results.study.variants:
+        if not seeds or one.name not in losses:
+            continue
+        mixture, found = mixtures[one.name], [losses[one.name][seed] for seed in sorted(seeds)]
+        if one.combined is None:
+            trained[mixture] = found
+        if one.combined is not None or len(mixture) == 1:
+            merged[mixture] = found
+    return Scores(merged, trained)
+
+
+def _of_text(scores: Scores) -> str:
+    """Correlations, the ranking, and what is chosen greedily."""
+    order = scores.compared
+    tables = [np.array([one[mixture] for mixture in order]) for one in (scores.merged, scores.trained)]
+    x, y = (table.mean(1).tolist() for table in tables)
+    low, high = interval(*tables)
+    ranks = " ".join(str(scores.true_rank(one)[0]) for one in order)
+    seeds = tables[0].shape[1]
+    return (
+        f"Spearman {spearman(x, y):.2f} ({low:.2f} to {high:.2f}), Pearson {pearson(x, y):.2f} of {len(order)} "
+        f"mixtures, {seeds} {'seed' if seeds == 1 else 'seeds'}; true ranks in the order of merges {ranks}; "
+        f"chosen greedily {_chosen(scores)}."
+    )
+
+
+def _chosen(scores: Scores) -> str:
+    uniform = {
+        frozenset(name for name, _ in one): one
+        for one in scores.merged
+        if len({share for _, share in one}) == 1
+    }
+    losses = {names: statistics.fmean(scores.merged[one]) for names, one in uniform.items()}
+    chosen = uniform.get(greedy(losses), frozenset())
+    if chosen not in scores.trained:
+        return "nothing that a run was trained on"
+    rank, count = scores.true_rank(chosen)
+    return f"{'+'.join(labels_of(sorted(name for name, _ in chosen)))}, truly {rank} of {count}"
