@@ -36,14 +36,27 @@ def announcement(
     Args:
         looks: at verdicts of the study, before.
     """
+    done = sum(len(one.values.keys() & set(study.seeds)) for one in results_of(study, rows).outcomes)
+    lines = _runs(study)
+    if done:
+        lines.append(f"{done} of them are done")
+    lines += [f"  {line}" for line in _costs(study, probes)]
+    about = "about" if study.descent is None else "at least"
+    lines.append(
+        f"{places} at once ({limited_by}), {threads} {'thread' if threads == 1 else 'threads'} each: "
+        f"{about} {format_duration(seconds)} for what is left (predicted from first steps; evaluations not counted)"
+    )
+    return [*lines, visible_text(study, rows, looks)]
+
+
+def _runs(study: Study) -> list[str]:
+    """Which runs there are, and how they hang together."""
     each = {steps_of(one) for one in study.variants}
     steps = f"{min(each):,}" if len(each) == 1 else f"{min(each):,} to {max(each):,}"
     count, seeds = len(study.variants) * len(study.seeds), len(study.seeds)
-    done = sum(len(one.values.keys() & set(study.seeds)) for one in results_of(study, rows).outcomes)
-    runs = f"x {seeds} {'seed' if seeds == 1 else 'seeds'} = {count} runs"
     lines = [
-        f"{study.name}: {len(study.variants)} variants {runs} of {steps} steps, {FIGURES[study.figure]}, "
-        f"control {study.control}"
+        f"{study.name}: {len(study.variants)} variants x {seeds} {'seed' if seeds == 1 else 'seeds'} = {count} runs "
+        f"of {steps} steps, {FIGURES[study.figure]}, control {study.control}"
     ]
     if study.descent is not None:
         lines.append(
@@ -63,15 +76,7 @@ def announcement(
             f"halving: all run to step {ends[0]:,}; one of {study.halving.factor} goes on to step "
             + ", then to ".join(f"{end:,}" for end in ends[1:])
         )
-    if done:
-        lines.append(f"{done} of them are done")
-    lines += [f"  {line}" for line in _costs(study, probes)]
-    about = "about" if study.descent is None else "at least"
-    lines.append(
-        f"{places} at once ({limited_by}), {threads} {'thread' if threads == 1 else 'threads'} each: "
-        f"{about} {format_duration(seconds)} for what is left (predicted from first steps; evaluations not counted)"
-    )
-    return [*lines, visible_text(study, rows, looks)]
+    return lines
 
 
 def _of(variant: Variant) -> str:
