@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from scrimp.config.activations import Activations
-from scrimp.gemm import recomputed, run_again, run_again_before
+from scrimp.gemm import FactoredLinear, recomputed, run_again, run_again_before
 from scrimp.models.attention import AttentionLayout, attend, attention_operators
 from scrimp.models.functions import at_least_float32, rms_norm, swiglu
 from scrimp.models.spec import AttentionSpec
@@ -54,6 +54,18 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Nothing: drawing billions of numbers that are overwritten costs minutes."""
+
+
+def with_factors(block: Block, rank: int | None, place: Place) -> Block:
+    """A block whose linear layers are products of two factors of this rank; None: as it is."""
+    names = [name for name, layer in block.named_modules() if isinstance(layer, Linear) and rank]
+    for name in names:
+        whole = cast(Linear, block.get_submodule(name))
+        make = partial(Linear, device=place.device, dtype=place.dtype)
+        first = make(whole.in_features, rank, bias=False)
+        second = make(rank, whole.out_features, bias=whole.bias is not None)
+        block.set_submodule(name, FactoredLinear(first, second))
+    return block
 
 
 class Embedding(nn.Embedding):

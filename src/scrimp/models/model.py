@@ -30,7 +30,7 @@ from scrimp.config.architecture import Architecture
 from scrimp.errors import ModelError
 from scrimp.gemm import PlannedLayer, compute_dtype
 from scrimp.models.attention import AttentionLayout
-from scrimp.models.blocks import Block, Embedding, Linear, Place
+from scrimp.models.blocks import Block, Embedding, Linear, Place, with_factors
 from scrimp.models.context_parallel import ContextParallel
 from scrimp.models.experts import RoutedBlock, added_up
 from scrimp.models.kinds import spec_of
@@ -119,7 +119,9 @@ class Model(nn.Module):
         self.spec, self.part = spec, part or ModelPart(range(spec.num_blocks))
         if self.part.is_first or (self.part.is_last and a.tied_embeddings):
             self.embedding = Embedding(a.vocab_size, a.width, device=place.device, dtype=place.dtype)
-        self.blocks = NumberedBlocks(self.part.blocks, lambda number: spec.build_block(number, place))
+        self.blocks = NumberedBlocks(
+            self.part.blocks, lambda number: with_factors(spec.build_block(number, place), a.rank, place)
+        )
         self.head: Linear | None = None
         if self.part.is_last:
             self.final_norm = spec.build_norm(place)
