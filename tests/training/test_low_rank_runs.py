@@ -85,7 +85,7 @@ def test_an_export_is_dense_and_weights_of_another_rank_are_refused(
     capsys.readouterr()
     found = []
     for folder in (run, out):
-        assert main(["eval", str(folder), f"--data={corpus}"]) == 0
+        assert main(["eval", str(folder), f"--data={corpus}", "--sequence=64"]) == 0
         found.append([line for line in capsys.readouterr().out.splitlines() if "loss" in line])
     assert found[0] == found[1]
     assert found[0]
@@ -96,18 +96,7 @@ def test_an_export_is_dense_and_weights_of_another_rank_are_refused(
         said = " ".join(capsys.readouterr().err.split())
         assert "model.rank differs from that of the weights" in said
         assert f"expected {theirs}, as in" in said
-    assert (
-        main(
-            [
-                "train",
-                f"--model.weights={run}",
-                f"--data.source={corpus}",
-                "--optimizer.refactor-every=1",
-                "--train.steps=2",
-                "--device=cpu",
-                f"--run.dir={tmp_path / 'on'}",
-            ]
-        )
-        == 0
-    )
-    assert records(tmp_path / "on", "events.jsonl")
+    more = [f"--model.weights={run}", "--optimizer.refactor-every=1", "--train.steps=2"]
+    assert main(flags(corpus, tmp_path / "on", *more)) == 0
+    kinds = [event["kind"] for event in records(tmp_path / "on", "events.jsonl")]
+    assert kinds.count("refactorization") == 2
