@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from scrimp.gemm.storage import CODES
 from scrimp.gemm.factored import FactoredLinear
+from scrimp.gemm.storage import CODES
 from scrimp.tracing import DispatchMode
 
 T = TypeVar("T")

@@ -17,7 +17,8 @@ begin at 0, the rate recovers within R = 10 steps, or T where that is less: from
 
     min(1, (s mod T + 1) / R)
 
-so that a last step soon after it runs at less. R is the default of the published code of Glentis et al. (arXiv 2505.22922).
+so that a last step soon after it runs at less. R is the default of the published code of Glentis et al.
+(arXiv 2505.22922).
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def check_positions(model: ModelSizes, sequence: int, software: Software) -> Non
 
 
 def shared_by_tp(model: ModelSizes, sequence: int) -> list[tuple[int, str]]:
-    """What Scrimp's ranks of tp share evenly, each with its name: of layers that are products of two factors, nothing."""
+    """What Scrimp's ranks of tp share evenly, each with its name; of layers of low rank, nothing."""
     attention = model.blocks[-1].attention
     has_factors = any(one.name.endswith(".A") for one in model.blocks[-1].linears)
     return [
