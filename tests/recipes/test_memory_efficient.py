@@ -75,7 +75,7 @@ def test_a_rate_is_chosen_by_the_first_seed_and_shown_on_the_other() -> None:
         assert rows[words].startswith(f"{words}: {PLANTED[method] + 0.01:.4f} at rate 0.0")
     assert said[6] == "The lowest loss has full rank, by 0.1000 below Fira, on 1 of 1 seeds."
     assert said[7] == (
-        "Refactorization and reset: lowers the loss of low rank by 0.0500; lower on 1 of 1 seeds."
+        "Refactorization and reset change the loss of low rank by -0.0500; lower on 1 of 1 seeds."
     )
     assert len(said) == 8
 

@@ -1,4 +1,4 @@
-"""What goes with linear layers that are products of two factors (`model.rank`), and what is not carried out beside them.
+"""Linear layers that are products of two factors (`model.rank`): what is not carried out beside them.
 
 --optimizer.refactor-every    steps from one refactorization to the next (`scrimp.optim.refactorization`)
 

@@ -152,8 +152,6 @@ def _refactored(found: Sequence[Best]) -> list[str]:
     plain, again = by_method["low-rank"], by_method["refactored"]
     gains = [a - b for a, b in zip(plain.losses, again.losses, strict=True)]
     mean, wins = statistics.fmean(gains), sum(gain > 0 for gain in gains)
-    words = "lowers" if mean > 0 else "raises"
     return [
-        f"Refactorization and reset: {words} the loss of low rank by {abs(mean):.4f}; "
-        f"lower on {wins} of {len(gains)} seeds."
+        f"Refactorization and reset change the loss of low rank by {-mean:+.4f}; lower on {wins} of {len(gains)} seeds."
     ]
