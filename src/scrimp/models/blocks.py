@@ -58,10 +58,11 @@ class Linear(nn.Linear):
 
 def with_factors(block: Block, rank: int | None, place: Place) -> Block:
     """A block whose linear layers are products of two factors of this rank; None: as it is."""
-    names = [name for name, layer in block.named_modules() if isinstance(layer, Linear) and rank]
-    for name in names:
-        whole = cast(Linear, block.get_submodule(name))
-        make = partial(Linear, device=place.device, dtype=place.dtype)
+    if rank is None:
+        return block
+    make = partial(Linear, device=place.device, dtype=place.dtype)
+    whole_layers = {name: layer for name, layer in block.named_modules() if isinstance(layer, Linear)}
+    for name, whole in whole_layers.items():
         first = make(whole.in_features, rank, bias=False)
         second = make(rank, whole.out_features, bias=whole.bias is not None)
         block.set_submodule(name, FactoredLinear(first, second))
