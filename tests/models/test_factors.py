@@ -8,13 +8,17 @@ import pytest
 import torch
 from decoder_reference import FAMILIES, LLAMA, document_logits, filled, summed_loss, weights_of
 from losses import next_token_loss
+from states import states_of
 from torch import Tensor, nn
 
-from scrimp.config import PRESETS, Architecture
+from scrimp.config import PRESETS, Architecture, Config, replace_values, resolve
 from scrimp.errors import ConfigError
 from scrimp.models import LinearSpec, spec_of
 from scrimp.models.initialise import initialise
 from scrimp.models.model import build_model
+from scrimp.optim import memory_of
+from scrimp.optim.galore import GaLore
+from scrimp.optim.muon import Muon
 
 RANK = 5
 
@@ -110,3 +114,18 @@ def test_a_rank_that_no_layer_has_is_refused(architecture: Architecture, rank: i
 def test_a_model_without_factors_is_written_as_before() -> None:
     assert "rank" not in LLAMA.to_json()
     assert replace(LLAMA, rank=4).to_json()["rank"] == 4
+
+
+@pytest.mark.parametrize(("name", "kind"), [("muon", Muon), ("galore", GaLore), ("fira", GaLore)])
+def test_optimizers_of_matrices_keep_of_factors_what_the_account_says(
+    name: str, kind: type[Muon | GaLore]
+) -> None:
+    architecture = replace(LLAMA, rank=RANK)
+    settings = {"optimizer.name": name} | ({} if name == "muon" else {"optimizer.rank": 3})
+    config = resolve(replace_values(Config(), settings), architecture, device_type="cpu").config
+    model = filled(architecture)
+    named = dict(model.named_parameters())
+    optimizer = kind(named, config.optimizer, model.spec)
+    held = sum(state.nbytes for state in states_of(optimizer).values())
+    assert memory_of(config, architecture).state_bytes(named) == held
+    assert held < 8 * model.spec.parameters

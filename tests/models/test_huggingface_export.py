@@ -100,6 +100,10 @@ def test_factors_are_exported_as_their_product(name: str, order: int, tmp_path: 
     load_weights(whole, tmp_path / "out")
     tokens = torch.arange(40)[None] % dense.vocab_size
     torch.testing.assert_close(whole.logits(whole(tokens)), model.logits(model(tokens)), rtol=1e-5, atol=1e-5)
+    named = list(model.named_parameters())
+    twice = [one for one in named if "0.mlp.down.A" in one[0]] * 2
+    with pytest.raises(ModelError, match=r"mlp\.down\.A\.weight came twice"):
+        export_model(iter(twice), model.architecture, tmp_path / "twice")
     with pytest.raises(ModelError, match="lacks one of its two factors"):
         export_model(
             (one for one in model.named_parameters() if "0.mlp.down.A" not in one[0]),

@@ -133,8 +133,9 @@ def test_there_are_at_least_forty_configurations() -> None:
     assert len({repr(setting) for setting in SETTINGS.values()}) >= 40
 
 
-def test_states_are_what_model_and_optimizer_hold() -> None:
-    setting = SETTINGS["qwen2-masters-1"]
+@pytest.mark.parametrize("name", ["qwen2-masters-1", "factors-masters"])
+def test_states_are_what_model_and_optimizer_hold(name: str) -> None:
+    setting = SETTINGS[name]
     costs, step = TracedStep(setting.architecture, **setting.arguments).costs(), RealStep(setting)
     parts = [costs.ends, *(costs.classes[number] for number in costs.blocks)]
     held = sum(tensor.nbytes for _, tensor in states_of(step.optimizer).items())

@@ -134,23 +134,20 @@ def _multiplied_out(
     Args:
         dtype: of products; None: that of the factors.
     """
-    waiting: dict[str, Tensor] = {}
+    waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stream:
         layer, factor = name[: -len(".A.weight")], name[-len(".A.weight") :]
-        if name.endswith(".B.bias"):
-            yield name.removesuffix(".B.bias") + ".bias", tensor
-        elif factor not in (".A.weight", ".B.weight"):
-            yield name, tensor
-        elif layer not in waiting:
-            waiting[layer] = tensor
-        else:
-            first, second = waiting.pop(layer), tensor
-            if factor == ".A.weight":
-                first, second = second, first
-            yield (
-                f"{layer}.weight",
-                (second.detach().float() @ first.detach().float()).to(dtype or second.dtype),
-            )
+        if factor not in (".A.weight", ".B.weight"):
+            yield name.replace(".B.bias", ".bias"), tensor
+            continue
+        factors = waiting.setdefault(layer, {})
+        if factor in factors:
+            raise ModelError(f"{name} came twice")
+        factors[factor] = tensor.detach()
+        if len(factors) == 2:
+            del waiting[layer]
+            product = factors[".B.weight"].float() @ factors[".A.weight"].float()
+            yield f"{layer}.weight", product.to(dtype or tensor.dtype)
     for layer in waiting:
         raise ModelError(f"{layer} lacks one of its two factors", expected=f"{layer}.A.weight and .B.weight")
 
