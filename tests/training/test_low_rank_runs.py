@@ -75,6 +75,7 @@ def test_runs_go_from_ranks_to_one_process_and_back(tmp_path: Path) -> None:
         check_same_tensors(tmp_path / name, alone, 6)
 
 
+@pytest.mark.slow
 def test_an_export_is_dense_and_weights_of_another_rank_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
