@@ -73,3 +73,13 @@ def test_sizes_of_weights_cannot_be_overridden(name: str) -> None:
 def test_context_of_weights_cannot_grow() -> None:
     weights = preset("qwen2.5-0.5b")
     assert "at most" in refusal({"context": weights.context + 1, "weights": Path("folder")}, weights)
+
+
+@pytest.mark.parametrize(("theirs", "shown"), [(None, "none"), (16, "16")])
+def test_factors_are_those_of_the_weights(theirs: int | None, shown: str) -> None:
+    weights = replace(BASE, rank=theirs)
+    assert built({}, weights).rank == theirs
+    message = " ".join(refusal({"rank": 8, "weights": Path("folder")}, weights).split())
+    assert "model.rank differs from that of the weights" in message
+    assert f"expected {shown}, as in folder" in message
+    assert built({"rank": 8}) == replace(BASE, rank=8)

@@ -9,6 +9,7 @@ import random
 import resource
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from scrimp.config import Architecture
 from scrimp.errors import ConfigError, ModelError, StorageError
 from scrimp.files import whole_folder
 from scrimp.models import spec_of
-from scrimp.models.huggingface.config_json import architecture_from_config
+from scrimp.models.huggingface.config_json import architecture_from_config, read_architecture
 from scrimp.models.huggingface.export import export_model
 from scrimp.models.huggingface.load import load_weights
 from scrimp.models.huggingface.streamed_files import ShardWriter
@@ -83,6 +84,42 @@ def test_a_stream_in_any_order_writes_the_same_file(name: str, tmp_path: Path) -
     expected = (tmp_path / "model" / "model.safetensors").read_bytes()
     assert (tmp_path / "mapping" / "model.safetensors").read_bytes() == expected
     assert (tmp_path / "stream" / "model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2 tied", "gemma3"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_factors_are_exported_as_their_product(name: str, order: int, tmp_path: Path) -> None:
+    dense = architecture_from_config(reference_model(name).config.to_dict())
+    model = build_model(replace(dense, rank=7))
+    initialise(model, seed=3)
+    for parameter in model.parameters():
+        parameter.data.add_(0.01)  # biases are not zero
+    export_model(list(model.named_parameters())[::order], model.architecture, tmp_path / "out")
+    assert read_architecture(tmp_path / "out").rank is None
+    whole = build_model(dense)
+    load_weights(whole, tmp_path / "out")
+    tokens = torch.arange(40)[None] % dense.vocab_size
+    torch.testing.assert_close(whole.logits(whole(tokens)), model.logits(model(tokens)), rtol=1e-5, atol=1e-5)
+    named = list(model.named_parameters())
+    twice = [one for one in named if "0.mlp.down.A" in one[0]] * 2
+    with pytest.raises(ModelError, match=r"mlp\.down\.A\.weight came twice"):
+        export_model(iter(twice), model.architecture, tmp_path / "twice")
+    with pytest.raises(ModelError, match="lacks one of its two factors"):
+        export_model(
+            (one for one in model.named_parameters() if "0.mlp.down.A" not in one[0]),
+            model.architecture,
+            tmp_path / "half",
+        )
+
+
+def test_a_product_is_made_in_float32_and_rounded_once(tmp_path: Path) -> None:
+    model = build_model(replace(random_model().architecture, rank=7), dtype=torch.bfloat16)
+    initialise(model, seed=3)
+    first, second = (model.state_dict()[f"blocks.0.mlp.down.{one}.weight"].float() for one in "AB")
+    for dtype in (None, torch.float32):
+        export_model(model, model.architecture, tmp_path / str(dtype), dtype=dtype)
+        found = read_back(tmp_path / str(dtype))["model.layers.0.mlp.down_proj.weight"]
+        assert torch.equal(found, (second @ first).to(dtype or torch.bfloat16))
 
 
 def test_a_stream_is_exported_with_one_parameter_in_memory(tmp_path: Path) -> None:

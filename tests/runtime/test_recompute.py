@@ -81,6 +81,19 @@ def test_no_level_changes_a_number_of_another_kind(family: str, precision: str, 
         assert all(torch.equal(found[name], grad) for name, grad in expected.items()), level
 
 
+@pytest.mark.parametrize(
+    ("precision", "parameters"), [("fp32", "fp32"), ("fp8,*.mlp.down.A.saved=recompute", "bf16")]
+)
+def test_no_level_changes_a_number_of_factors(precision: str, parameters: str) -> None:
+    _, executable = realised(precision, parameters, dataclasses.replace(ARCHITECTURE, rank=8))
+    loss, expected = passed(executable, STARTS)
+    for level in LEVELS[1:]:
+        set_level(executable, level)
+        found_loss, found = passed(executable, STARTS)
+        assert torch.equal(loss, found_loss), level
+        assert all(torch.equal(found[name], grad) for name, grad in expected.items()), level
+
+
 def test_blocks_may_differ() -> None:
     _, executable = realised("nvfp4", "fp32", UNTIED)
     loss, expected = passed(executable, None)

@@ -1,5 +1,6 @@
 """The learning rate of every schedule: bounds, ends, and shape."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -63,3 +64,21 @@ def test_wsd_is_flat_until_its_last_fifth() -> None:
 
 def test_constant_keeps_the_peak() -> None:
     assert settings("constant", 100, 10)(99) == 1.0
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(1, 30), st.integers(1, 120))
+def test_after_a_refactorization_the_rate_recovers_within_ten_steps(
+    schedule: str, every: int, steps: int
+) -> None:
+    plain = settings(schedule, steps, 3)
+    recovering = dataclasses.replace(plain, refactor_every=every)
+    for step in range(steps):
+        since = step % every + 1 if step >= every else 10
+        assert recovering(step) == pytest.approx(plain(step) * min(1.0, since / min(10, every)))
+
+
+def test_a_recovery_by_hand() -> None:
+    lr = dataclasses.replace(settings("constant", 40, 0), refactor_every=12)
+    assert [lr(step) for step in (0, 11, 12, 13, 21, 22, 23, 24, 25)] == pytest.approx(
+        [1.0, 1.0, 0.1, 0.2, 1.0, 1.0, 1.0, 0.1, 0.2]
+    )

@@ -67,6 +67,8 @@ class Architecture:
     """The head uses the embedding's weight."""
     sliding_window: int | None = None
     """Tokens each position may look back on, itself included, in blocks that have a window; None is unlimited."""
+    rank: int | None = None
+    """Each linear layer of a block is a product of two factors of this rank; None: it is one matrix."""
     options: tuple[tuple[str, float], ...] = ()
     """Numbers that only its family has, by name; a name that is not here has the family's usual value."""
 
@@ -95,6 +97,24 @@ class Architecture:
             raise ConfigError(
                 "model.sliding_window is not positive", got=self.sliding_window, expected="1 or more"
             )
+        if self.rank is not None:
+            self._check_rank(self.rank)
+
+    def _check_rank(self, rank: int) -> None:
+        largest = min(self.width, self.attention_width, self.ffn_width)
+        if not 1 <= rank <= largest:
+            raise ConfigError(
+                "model.rank is no rank of the model's linear layers",
+                got=f"{rank:,}",
+                expected=f"1 to {largest:,}, the smaller side of the smallest of them",
+                do="leave model.rank out for layers of full rank",
+            )
+        if self.option("experts", 0) > 0:
+            raise ConfigError(
+                "model.rank is not carried out for models with routed experts yet",
+                got=f"{rank:,} beside a {self.family} model",
+                do="leave model.rank out, or take a preset without experts",
+            )
 
     @property
     def attention_width(self) -> int:
@@ -111,14 +131,19 @@ class Architecture:
         """Elements of embedding, head, attention and gated MLPs, of routed experts those that a token meets: by this
         the size of a run is chosen. All parameters of a model counts `ModelSpec.parameters`."""
         inner = self.option("experts_per_token", 1.0) * self.option("expert_width", self.ffn_width)
-        block = 2 * self.attention_width + 2 * self.kv_width + 3 * int(inner)
+        block = self.width * (2 * self.attention_width + 2 * self.kv_width + 3 * int(inner))
+        if self.rank is not None:  # of every layer the sum of its sides instead of their product
+            sides = 4 * self.width + 2 * self.attention_width + 2 * self.kv_width + 3 * self.ffn_width
+            block = self.rank * sides
         ends = self.vocab_size * (1 if self.tied_embeddings else 2)
-        return self.width * (self.num_layers * block + ends)
+        return self.num_layers * block + self.width * ends
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, without options where there are none: as before there were any."""
+        """Plain values, without options and rank where there are none: as before there were any."""
         values = dataclasses.asdict(self)
         options = values.pop("options")
+        if self.rank is None:
+            del values["rank"]
         numbers = [[name, float(number)] for name, number in options]  # as a file that is read gives them
         return values | ({"options": numbers} if options else {})
 

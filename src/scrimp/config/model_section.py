@@ -11,7 +11,7 @@ from scrimp.config.schema import Config, ModelConfig
 from scrimp.errors import ConfigError
 from scrimp.user_code import is_code
 
-_SIZES = ("vocab_size", "context", "num_layers", "width", "num_heads", "num_kv_heads", "ffn_width")
+_SIZES = ("vocab_size", "context", "num_layers", "width", "num_heads", "num_kv_heads", "ffn_width", "rank")
 
 
 def base_architecture(config: Config, weights: Architecture | None) -> Architecture:
@@ -74,6 +74,10 @@ def _check_against_weights(sizes: dict[str, int], weights: Architecture, model: 
         raise ConfigError(
             f"model.{name} differs from that of the weights",
             got=f"{size:,}",
-            expected=f"{'at most ' if name == 'context' else ''}{theirs:,}, as in {model.weights}",
+            expected=f"{'at most ' if name == 'context' else ''}{_shown(theirs)}, as in {model.weights}",
             do=f"leave model.{name} out, or leave model.weights out to train from scratch",
         )
+
+
+def _shown(size: int | None) -> str:
+    return "none" if size is None else f"{size:,}"

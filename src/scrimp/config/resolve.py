@@ -50,6 +50,7 @@ from scrimp.config.layout import (
     decide_dp,
     decide_fsdp,
 )
+from scrimp.config.low_rank import check_low_rank
 from scrimp.config.optimizers import check_optimizer, facts_of
 from scrimp.config.resolved import ResolvedConfig, closed
 from scrimp.config.schema import Config, Decide, Decision, decided
@@ -96,6 +97,7 @@ def resolve(config: Config, architecture: Architecture, *, device_type: str, ran
     if facts_of(config.optimizer.name).low_rank:
         config = decide(config, "optimizer.rank", lambda: _rank(architecture))
     check_outer(config, device_type, ranks)
+    check_low_rank(config, architecture)
     pipeline.check_stages(config, architecture.num_layers)
     check_gathered(config, architecture.num_layers)
     config = _with_homes(config, decide)

@@ -116,6 +116,9 @@ class ModelConfig:
     """Key and value heads. Unset: the preset's."""
     ffn_width: int | None = None
     """Inner width of SwiGLU. Unset: the preset's."""
+    rank: int | None = None
+    """Each linear layer of the blocks is a product W = B A of two factors of this rank, and both are trained. Unset:
+    each is one matrix."""
     capacity_factor: float | None = None
     """Most tokens of a micro-batch that one routed expert takes in training, by the mean of all; what is beyond is
     dropped. Unset: none is."""
@@ -191,6 +194,9 @@ class OptimizerConfig:
     """GaLore and Fira: updates from one subspace to the next."""
     low_rank_scale: float = 0.25
     """GaLore and Fira: factor of the learning rate of the blocks' matrices."""
+    refactor_every: int = 0
+    """With model.rank: steps from one refactorization of all W = B A by their SVD to the next, each of which clears the
+    factors' averages and lets the learning rate rise anew for ten steps; 0: none."""
     eps: float = 1e-8
     """AdamW: added to the root of the second moment."""
     clip: float = 1.0

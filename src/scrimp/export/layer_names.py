@@ -118,8 +118,11 @@ def of_stage(choices: Mapping[str, Choice], first: int, last: int) -> dict[str, 
 def _elsewhere(layer: str) -> tuple[int, Elsewhere]:
     block, name = place(layer)
     if block is None or name not in _names():
+        is_factor = name.endswith((".A", ".B")) and name[:-2] in _names()
         raise PlanError(
-            "this is no linear layer of a Scrimp model",
+            "a factor of a low-rank layer has no name elsewhere"
+            if is_factor
+            else "this is no linear layer of a Scrimp model",
             got=repr(layer),
             expected=f"head, or blocks.N. and {', '.join(_names())}",
             do='keep the names that the plan has: --names scrimp, in Python names="scrimp"',

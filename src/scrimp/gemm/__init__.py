@@ -8,6 +8,7 @@ low-precision kernels, and Triton's; which one is decided by what works and is f
 from scrimp.gemm.backends import Backend
 from scrimp.gemm.clock import Clock
 from scrimp.gemm.convert import PlannedModel, swap_in
+from scrimp.gemm.factored import FactoredLinear
 from scrimp.gemm.fingerprints import Fingerprints, changed_gemms
 from scrimp.gemm.flop_formulas import register_flop_formulas
 from scrimp.gemm.head import HeadGemms
@@ -24,6 +25,7 @@ __all__ = [
     "BackendChooser",
     "Clock",
     "Execution",
+    "FactoredLinear",
     "Fingerprints",
     "HeadGemms",
     "LinearPrecision",

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from scrimp.errors import DeviceError, ModelError, PlanError
 from scrimp.formats import QuantizedTensor
 from scrimp.gemm import operators
+from scrimp.gemm.factored import FactoredLinear
 from scrimp.gemm.layer import PlannedLayer, backward, forward, store_input
 from scrimp.gemm.observe import is_plain_observed
 from scrimp.gemm.problem import DTYPE_NAMES, high_precision
@@ -136,6 +137,8 @@ def recomputed(
         producer: cheap and without randomness, a norm or SwiGLU; its inputs are kept.
         always: whatever the layer's plan saves.
     """
+    if isinstance(linear, FactoredLinear):
+        return cast(Tensor, linear.B(recomputed(linear.A, producer, *inputs, always=always)))
     planned = getattr(linear, "planned", None)
     if not always and (planned is None or planned.saved_class != RECOMPUTED):
         return cast(Tensor, linear(producer(*inputs)))

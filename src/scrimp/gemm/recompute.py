@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from scrimp.gemm.factored import FactoredLinear
 from scrimp.gemm.storage import CODES
 from scrimp.tracing import DispatchMode
 
@@ -68,6 +69,7 @@ def run_again(
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
+    last = last.B if isinstance(last, FactoredLinear) else last
     contexts = partial(_contexts, getattr(last, "planned", last), keeps)
     if torch.compiler.is_compiling():
         selective: dict[str, Any] = {"context_fn": partial(_selective, keeps)} if keeps else {}
@@ -91,6 +93,8 @@ def run_again_before(
         last: linear layer.
         keeps: as of `run_again`.
     """
+    if isinstance(last, FactoredLinear):
+        return cast(Tensor, last.B(run_again_before(last.A, function, *inputs, keeps=keeps)))
     planned = getattr(last, "planned", None)
     keeps_codes = planned is not None and planned.saved_class == CODES
     if torch.compiler.is_compiling() and not keeps_codes:

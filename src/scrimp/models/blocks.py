@@ -23,7 +23,7 @@ Shapes: B rows, T tokens, D width, H query heads, N KV heads, K head size, F ffn
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -32,10 +32,10 @@ import torch
 from torch import Tensor, nn
 
 from scrimp.config.activations import Activations
-from scrimp.gemm import recomputed, run_again, run_again_before
+from scrimp.gemm import FactoredLinear, recomputed, run_again, run_again_before
 from scrimp.models.attention import AttentionLayout, attend, attention_operators
 from scrimp.models.functions import at_least_float32, rms_norm, swiglu
-from scrimp.models.spec import AttentionSpec
+from scrimp.models.spec import AttentionSpec, LinearSpec
 
 KEEP = Activations()
 
@@ -247,3 +247,17 @@ class Block(nn.Module):
             # A norm after the last product reads it: then it is multiplied again.
             return run_again(added, x_BTD, last=self.mlp.down if self.mlp_output_norm is None else None)
         return added(x_BTD, activations=self.activations)
+
+
+def with_factors(block: Block, layers: Iterable[LinearSpec], rank: int, place: Place) -> Block:
+    """A block whose linear layers are products of two factors of this rank."""
+    make = partial(Linear, device=place.device, dtype=place.dtype)
+    for one in layers:
+        has_bias = block.get_submodule(one.name).bias is not None
+        first, second = one.factors(rank)
+        factors = (
+            make(first.inputs, first.outputs, bias=False),
+            make(second.inputs, second.outputs, bias=has_bias),
+        )
+        block.set_submodule(one.name, FactoredLinear(*factors))
+    return block

@@ -6,7 +6,9 @@ Problem  One generator for all parameters makes every weight depend on the order
 Method   Each parameter draws from its own generator, seeded by SHA-256 of (seed, name), on
          the CPU in float32, and is then copied to its device and type; of several ranks each draws the
          whole and keeps its part.
-         Matrices: normal(0, 0.02), as transformers does for all four families;
+         Matrices: normal(0, 0.02), as transformers does for all four families; both factors of a product of rank r:
+         normal(0, s) with s^2 = 0.02 / sqrt(r), so that B A, whose numbers are sums of r products, has the variance
+         r s^4 = 0.02^2 of a matrix;
          norm weights: 1, with their offset; biases: 0.
 Checked  tests/models/test_initialise.py
 """
@@ -14,6 +16,7 @@ Checked  tests/models/test_initialise.py
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
@@ -56,5 +59,9 @@ def initial_value(name: str, shape: Sequence[int], seed: int) -> Tensor:
         return torch.zeros(tuple(shape))
     if len(shape) == 1:
         return torch.ones(tuple(shape))
+    deviation, ranks = STANDARD_DEVIATION, {".A.weight": shape[0], ".B.weight": shape[1]}
+    rank = ranks.get(name[-len(".A.weight") :])
+    if rank is not None:
+        deviation = math.sqrt(STANDARD_DEVIATION / math.sqrt(rank))
     generator = torch.Generator().manual_seed(parameter_seed(seed, name))
-    return torch.empty(tuple(shape)).normal_(0.0, STANDARD_DEVIATION, generator=generator)
+    return torch.empty(tuple(shape)).normal_(0.0, deviation, generator=generator)

@@ -30,7 +30,7 @@ from scrimp.config.architecture import Architecture
 from scrimp.errors import ModelError
 from scrimp.gemm import PlannedLayer, compute_dtype
 from scrimp.models.attention import AttentionLayout
-from scrimp.models.blocks import Block, Embedding, Linear, Place
+from scrimp.models.blocks import Block, Embedding, Linear, Place, with_factors
 from scrimp.models.context_parallel import ContextParallel
 from scrimp.models.experts import RoutedBlock, added_up
 from scrimp.models.kinds import spec_of
@@ -119,7 +119,7 @@ class Model(nn.Module):
         self.spec, self.part = spec, part or ModelPart(range(spec.num_blocks))
         if self.part.is_first or (self.part.is_last and a.tied_embeddings):
             self.embedding = Embedding(a.vocab_size, a.width, device=place.device, dtype=place.dtype)
-        self.blocks = NumberedBlocks(self.part.blocks, lambda number: spec.build_block(number, place))
+        self.blocks = NumberedBlocks(self.part.blocks, lambda number: _built(spec, number, place))
         self.head: Linear | None = None
         if self.part.is_last:
             self.final_norm = spec.build_norm(place)
@@ -281,6 +281,12 @@ class Model(nn.Module):
         """Scores of every vocabulary entry for hidden states of any leading shape."""
         logits, ranks = F.linear(hidden, self.head_weight), self.tensor_ranks
         return logits if ranks is None else ranks.joined(logits, self.architecture.vocab_size)
+
+
+def _built(spec: ModelSpec, number: int, place: Place) -> Block:
+    """A block as it is trained."""
+    block, rank = spec.build_block(number, place), spec.architecture.rank
+    return block if rank is None else with_factors(block, spec.block(number).linears, rank, place)
 
 
 @contextlib.contextmanager

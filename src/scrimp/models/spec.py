@@ -10,6 +10,9 @@ Names    A linear layer is called ``blocks.3.mlp.down``: the block's number, the
          called ``head``. `full_name` and `place` are the only two functions that know this form. Layers of other
          people's models keep the names that they have there.
 Kinds    Each is one file in `scrimp.models.kinds`, chosen by `Architecture.family`.
+Factors  Where `Architecture.rank` says so, a layer W is trained as a product B A of two layers, ``mlp.down.A`` and
+         ``mlp.down.B``. A kind knows nothing of it: `block` and `build_block` are of layers that are one matrix, as
+         they are exchanged too; `blocks` and the model have the factors.
 Experts  A block may have layers of which each token meets only some: a `LinearSpec` with `experts` is as many matrices,
          one below the other, and runs as one grouped product (`scrimp.gemm.grouped`). How tokens choose, the model's
          `RoutingSpec` says.
@@ -21,6 +24,7 @@ Pure: importing it needs no torch; `build_block` and `build_norm` do.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from abc import ABC, abstractmethod
@@ -89,6 +93,25 @@ class LinearSpec:
     def stacked(self) -> tuple[int, ...]:
         """Outputs of each layer that is stacked in it, of all experts."""
         return (self.rows or (self.outputs,)) * self.experts
+
+    def factors(self, rank: int) -> tuple[LinearSpec, LinearSpec]:
+        """A (rank, inputs) and B (outputs, rank), whose product is a layer of this shape."""
+        first = dataclasses.replace(
+            self,
+            name=f"{self.name}.A",
+            outputs=rank,
+            rows=(),
+            again=self.again or "block",  # B is the last product then
+            cut="inputs" if self.cut == "inputs" else None,
+        )
+        second = dataclasses.replace(
+            self,
+            name=f"{self.name}.B",
+            inputs=rank,
+            origin="alone",
+            cut="outputs" if self.cut == "outputs" else None,
+        )
+        return first, second
 
     def pieces(self, ranks: int) -> tuple[tuple[range, ...], ...]:
         """The outputs, or inputs, that each of so many ranks has of it, or of each of its experts."""
@@ -212,6 +235,17 @@ class BlockSpec:
         """Its linear layers."""
         return tuple(one for one in self.layers if isinstance(one, LinearSpec))
 
+    def factored(self, rank: int) -> BlockSpec:
+        """The same, each linear layer as the two factors of a product; its bias, where it has one, is B's."""
+        layers: list[LinearSpec | VectorSpec] = []
+        for one in self.layers:
+            if isinstance(one, LinearSpec):
+                layers += one.factors(rank)
+            else:
+                name = re.sub(r"\.bias$", ".B.bias", one.name)
+                layers.append(dataclasses.replace(one, name=name))
+        return dataclasses.replace(self, layers=tuple(layers))
+
     @property
     def parameters_per_token(self) -> int:
         """Elements of its weight matrices that one token is multiplied with."""
@@ -252,7 +286,7 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def block(self, index: int) -> BlockSpec:
-        """What one block consists of."""
+        """What one block consists of, each of its layers as one matrix."""
 
     @classmethod
     @abstractmethod
@@ -273,7 +307,7 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def build_block(self, index: int, place: Place) -> Block:
-        """The module of one block, its parameters uninitialised."""
+        """The module of one block, each of its layers as one matrix, its parameters uninitialised."""
 
     @abstractmethod
     def build_norm(self, place: Place) -> RMSNorm:
@@ -301,8 +335,12 @@ class ModelSpec(ABC):
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
-        """All of them, in order."""
-        return tuple(self.block(index) for index in range(self.num_blocks))
+        """All of them, in order, as they are trained."""
+        found, rank = tuple(self.block(index) for index in range(self.num_blocks)), self.architecture.rank
+        if rank is None:
+            return found
+        factored = {one: one.factored(rank) for one in dict.fromkeys(found)}
+        return tuple(factored[one] for one in found)
 
     @cached_property
     def equal_blocks(self) -> dict[BlockSpec, int]:

@@ -151,7 +151,7 @@ class _Bench:
             for parameter in model.parameters():
                 parameter.normal_(0.0, _STANDARD_DEVIATION, generator=self.generator)
         for number, block, formats in zip(timed.blocks, model.blocks, timed.classes, strict=True):
-            names = [linear.name for linear in model.spec.block(number).linears]
+            names = [linear.name for linear in model.spec.blocks[number].linears]
             changed = {name: one for name, one in zip(names, formats, strict=True) if one != plain}
             if changed:
                 swap_in(block, changed, choose=choose)

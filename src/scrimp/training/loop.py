@@ -6,6 +6,7 @@
     MeasureStep     the figures of the step
     CheckMemory     measured beside predicted, once
     ProveLayout     the same of several ranks: seconds, peaks, collectives, bytes
+    Refactorization low-rank layers, factored anew
     LocalSteps      rounds of copies that train alone; before an evaluation or a checkpoint they meet
     Evaluations     the held-out loss
     WriteRecord     all figures to metrics.jsonl: before a checkpoint, from which a run may be resumed
@@ -34,6 +35,7 @@ from scrimp.training.callbacks import (
     ProveLayout,
     RankFindings,
     Record,
+    Refactorization,
     WriteRecord,
 )
 from scrimp.training.callbacks.local_steps import join_copies
@@ -70,6 +72,7 @@ class Trainer:
             MeasureStep(run),
             CheckMemory(run),
             layout,
+            *([Refactorization(run)] if run.config.optimizer.refactor_every else []),
             *([] if run.outer is None else [LocalSteps(run, run.outer, self.checkpoints)]),
             self.evaluations,
             WriteRecord(run),

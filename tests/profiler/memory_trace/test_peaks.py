@@ -36,6 +36,7 @@ OLMO2 = dataclasses.replace(LLAMA, family="olmo2", qk_norm=True)
 GEMMA3 = dataclasses.replace(
     LLAMA, family="gemma3_text", qk_norm=True, sliding_window=128, options=(("full_every", 2.0),)
 )
+FACTORS = dataclasses.replace(LLAMA, rank=32)
 WIDE_HEAD = dataclasses.replace(LLAMA, vocab_size=6144, num_layers=2)
 DEEP = dataclasses.replace(LLAMA, num_layers=8, width=64, num_heads=2, num_kv_heads=1, ffn_width=192)
 TIED = dataclasses.replace(WIDE_HEAD, tied_embeddings=True)
@@ -59,12 +60,15 @@ def settings() -> dict[str, Setting]:
     for level in LEVELS[1:]:
         found[f"{level}-fp32"] = Setting(LLAMA, activations=(level,), micro_batches=2)
         found[f"{level}-autocast"] = Setting(LLAMA, activations=(level,), **FORMATS["autocast"])
+        found[f"factors-{level}"] = Setting(FACTORS, activations=(level,), **FORMATS["autocast"])
     for family, a in {"olmo2": OLMO2, "gemma3": GEMMA3}.items():
         for name, formats in FORMATS.items():
             found[f"{family}-{name}"] = Setting(a, micro_batches=2, **formats)
         for level in ("mlp", "attention", "block"):
             found[f"{family}-{level}"] = Setting(a, activations=(level,), **FORMATS["autocast"])
         found[f"{family}-fp8"] = Setting(a, sequence=256, rules="fp8", **FORMATS["autocast"])
+    for name, formats in FORMATS.items():
+        found[f"factors-{name}"] = Setting(FACTORS, micro_batches=2, **formats)
     bf16 = FORMATS["bf16"]
     return found | {
         "mixed levels": Setting(DEEP, activations=("block", "keep", "mlp", "qkv"), **bf16),
@@ -82,6 +86,8 @@ def settings() -> dict[str, Setting]:
         "large head, tied": Setting(TIED, sequence=128, micro_batches=2, **FORMATS["masters"]),
         "large head, tied, new": Setting(TIED, sequence=64, loss_chunk=32),
         "large head, tied, block": Setting(TIED, sequence=256, loss_chunk=64, activations=("block",)),
+        "factors-fp8": Setting(FACTORS, sequence=256, rules="fp8", **FORMATS["autocast"]),
+        "factors-bias": Setting(dataclasses.replace(QWEN2, rank=24), **FORMATS["masters"]),
         "fp8": Setting(LLAMA, sequence=256, rules="fp8", **FORMATS["autocast"]),
         "fp8, levels": Setting(LLAMA, sequence=256, rules="fp8", activations=("mlp", "block"), **bf16),
         "nvfp4": Setting(LLAMA, sequence=128, rules="nvfp4", **bf16),
@@ -127,8 +133,9 @@ def test_there_are_at_least_forty_configurations() -> None:
     assert len({repr(setting) for setting in SETTINGS.values()}) >= 40
 
 
-def test_states_are_what_model_and_optimizer_hold() -> None:
-    setting = SETTINGS["qwen2-masters-1"]
+@pytest.mark.parametrize("name", ["qwen2-masters-1", "factors-masters"])
+def test_states_are_what_model_and_optimizer_hold(name: str) -> None:
+    setting = SETTINGS[name]
     costs, step = TracedStep(setting.architecture, **setting.arguments).costs(), RealStep(setting)
     parts = [costs.ends, *(costs.classes[number] for number in costs.blocks)]
     held = sum(tensor.nbytes for _, tensor in states_of(step.optimizer).items())

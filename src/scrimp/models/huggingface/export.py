@@ -6,7 +6,8 @@ Method   The folder is written beside the destination (files.whole_folder): when
          every file is flushed to the disk and the folder renamed to the destination at once,
          and when not, it is removed. Inside, tensors are taken one by one, split into their
          Hugging Face pieces and written to their place.
-Memory   One parameter of the stream and one piece of it in the format written.
+         Both factors of a layer that is a product (`Architecture.rank`) are multiplied in float32: any tool loads it.
+Memory   One parameter of the stream and one piece of it in the format written; of a product both factors, and it.
 Checked  tests/models/test_huggingface_export.py, tests/models/test_huggingface_parity.py
          (transformers loads every family without missing or unexpected keys).
 """
@@ -85,6 +86,8 @@ def write_weights(
     """Write config.json and safetensors into an existing folder; see `export_model`."""
     table = {fused.name: fused for fused in fused_parameters(architecture)}
     stream = _stream(weights)
+    if architecture.rank is not None:
+        stream = _multiplied_out(stream, dtype)
     first = [next(stream, None)]  # a list, so that nothing else holds the tensor while the rest is read
     if first[0] is None:
         raise ModelError("there are no weights to export", expected=f"{len(table)} parameters")
@@ -121,6 +124,32 @@ def _write_parameter(
         raise ModelError(f"{name} has another format than the rest", got=tensor.dtype, expected=dtype)
     for piece, rows in split_parameter(fused, tensor).items():
         writer.write(piece, rows)
+
+
+def _multiplied_out(
+    stream: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of layers that are one matrix: where two factors came, their product.
+
+    Args:
+        dtype: of products; None: that of the factors.
+    """
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in stream:
+        layer, factor = name[: -len(".A.weight")], name[-len(".A.weight") :]
+        if factor not in (".A.weight", ".B.weight"):
+            yield name.replace(".B.bias", ".bias"), tensor
+            continue
+        factors = waiting.setdefault(layer, {})
+        if factor in factors:
+            raise ModelError(f"{name} came twice")
+        factors[factor] = tensor.detach()
+        if len(factors) == 2:
+            del waiting[layer]
+            product = factors[".B.weight"].float() @ factors[".A.weight"].float()
+            yield f"{layer}.weight", product.to(dtype or tensor.dtype)
+    for layer in waiting:
+        raise ModelError(f"{layer} lacks one of its two factors", expected=f"{layer}.A.weight and .B.weight")
 
 
 def _stream(weights: Weights) -> Iterator[tuple[str, Tensor]]:

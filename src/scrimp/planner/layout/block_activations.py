@@ -16,7 +16,8 @@ Method   What autograd saves of one block is a sum of parts, for n tokens in byt
          its codes (`later_bytes`).
          Selective recomputation keeps a share of each part: that of the software's file, or none of the parts that a
          setting names (`Setting.recompute_parts`). Full recomputation keeps the block's input alone.
-Limits   Tokens of experts are equally shared. Statistics of norms and of attention are left out: below 1 %.
+Limits   Tokens of experts are equally shared. Of gates and ups that are products of two factors, what lies between the
+         factors is counted twice. Statistics of norms and of attention are left out: below 1 %.
 Source   Korthikanti et al., arXiv 2205.05198, section 4 and table 2; flash attention keeps no scores
 Checked  tests/planner/layout/test_rank_bytes.py
 """

@@ -73,9 +73,11 @@ def check_positions(model: ModelSizes, sequence: int, software: Software) -> Non
 
 
 def shared_by_tp(model: ModelSizes, sequence: int) -> list[tuple[int, str]]:
-    """What Scrimp's ranks of tp share evenly, each with its name."""
+    """What Scrimp's ranks of tp share evenly, each with its name; of layers of low rank, nothing."""
     attention = model.blocks[-1].attention
+    has_factors = any(one.name.endswith(".A") for one in model.blocks[-1].linears)
     return [
+        *([(1, "layer of low rank: none is shared")] if has_factors else []),
         (attention.num_heads, "heads"),
         (attention.num_kv_heads, "key heads"),
         (sequence, "tokens of a sequence"),

@@ -21,7 +21,7 @@ from scrimp.config.pipeline import fits as schedule_fits
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.models.shapes import ModelSizes
 from scrimp.planner.hardware import Cluster, Device
-from scrimp.planner.layout.degree_checks import exchanges_heads, experts_of
+from scrimp.planner.layout.degree_checks import exchanges_heads, experts_of, shared_by_tp
 from scrimp.planner.layout.execution import usual_execution
 from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.given_memory import GivenMemory
@@ -120,12 +120,11 @@ def layouts(like: Question) -> Iterator[ResolvedLayout]:
 def _dividing(like: Question) -> Iterator[ResolvedLayout]:
     model, devices = like.model, like.cluster.devices
     node = math.gcd(*(group.used for group in like.cluster.groups))
-    attention = model.blocks[-1].attention
-    heads = (attention.num_heads, attention.num_kv_heads)
+    sizes = (model.vocab_size, *(count for count, _ in shared_by_tp(model, like.sequence)))
     experts = experts_of(model)
     etp = like.given.get("etp", 1)
     for tp in _divisors(node):
-        if any(size % tp for size in (*heads, model.vocab_size, like.sequence)):
+        if any(size % tp for size in sizes):
             continue
         for pp, cp in itertools.product(_divisors(devices // tp), _divisors(devices // tp)):
             readers, rest = divmod(devices, tp * pp * cp)

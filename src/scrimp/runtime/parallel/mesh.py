@@ -94,6 +94,11 @@ class RankMesh:
         return self.copies_and_shards["shards", "tp"]._flatten("of_stage")
 
     @cached_property
+    def of_layers(self) -> DeviceMesh:
+        """The ranks, of all copies, that have parts of the same layers as this one."""
+        return self.copies_and_shards["dp", "shards", "tp"]._flatten("of_layers")
+
+    @cached_property
     def of_experts(self) -> DeviceMesh:
         """The ranks, of all copies, that have parts of a stage's routed experts."""
         return self.sparse["edp", "sharing"]._flatten("of_experts")

@@ -12,6 +12,7 @@ from scrimp.training.callbacks.memory_check import CheckMemory
 from scrimp.training.callbacks.metrics import MeasureStep, WriteRecord
 from scrimp.training.callbacks.precision import PlanPrecision
 from scrimp.training.callbacks.rank_findings import RankFindings
+from scrimp.training.callbacks.refactorization import Refactorization
 
 __all__ = [
     "Callback",
@@ -25,5 +26,6 @@ __all__ = [
     "ProveLayout",
     "RankFindings",
     "Record",
+    "Refactorization",
     "WriteRecord",
 ]

@@ -217,7 +217,7 @@ def timed_of(config: ResolvedConfig, architecture: Architecture, blocks: Sequenc
         architecture,
         tuple(blocks),
         tuple(
-            tuple(linears[full_name(block, one.name)] for one in spec.block(block).linears)
+            tuple(linears[full_name(block, one.name)] for one in spec.blocks[block].linears)
             for block in blocks
         ),
         linears[HEAD],

@@ -1,0 +1,50 @@
+"""Linear layers that are products of two factors (`model.rank`): what is not carried out beside them.
+
+--optimizer.refactor-every    steps from one refactorization to the next (`scrimp.optim.refactorization`)
+
+Checked  tests/config/test_low_rank_settings.py
+"""
+
+from __future__ import annotations
+
+from scrimp.config.architecture import Architecture
+from scrimp.config.optimizers import facts_of
+from scrimp.config.schema import Config
+from scrimp.errors import ConfigError
+from scrimp.user_code import is_code
+
+
+def check_low_rank(config: Config, architecture: Architecture) -> None:
+    """Refuse what layers of a low rank cannot share, and a refactorization that has nothing to work on.
+
+    Args:
+        config: with layout and formats decided.
+
+    Raises:
+        ConfigError: with the setting to change.
+    """
+    every, name = config.optimizer.refactor_every, config.optimizer.name
+    if architecture.rank is None:
+        if every:
+            raise ConfigError(
+                "optimizer.refactor_every is of layers that are products of two factors",
+                got=f"{every:,}, and layers of full rank",
+                do="set model.rank, or leave optimizer.refactor_every out",
+            )
+        return
+    if config.layout.tp > 1:
+        raise ConfigError(
+            "layout.tp is not carried out beside model.rank yet",
+            got=f"layout.tp {config.layout.tp:,}, model.rank {architecture.rank:,}",
+            do="leave layout.tp out: layout.fsdp asks nothing of the model",
+        )
+    rounds = config.train.parameters == "bf16" and not config.optimizer.master_weights
+    refused = [("optimizer.name", name)] * (facts_of(name).low_rank or is_code(name))
+    refused += [("optimizer.master_weights", "false")] * rounds
+    refused += [("outer.every", f"{config.outer.every:,}")] * (config.outer.every > 0)
+    for key, value in refused if every else []:
+        raise ConfigError(
+            f"{key} {value} is not carried out beside optimizer.refactor_every",
+            got=f"optimizer.refactor_every {every:,}",
+            do=f"change {key}, or leave optimizer.refactor_every out",
+        )
