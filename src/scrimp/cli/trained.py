@@ -24,7 +24,7 @@ from scrimp.runtime import Executable
 from scrimp.training.evaluation import Evaluation, evaluate
 from scrimp.training.export_seal import seal_export
 from scrimp.training.run_state import read_state
-from scrimp.training.trained_weights import MODEL_PREFIX, Target, finite_weights, open_target
+from scrimp.training.trained_weights import Target, finite_weights, open_target
 
 ECHOED = 2000
 """Characters of a prompt that `generate` prints, the last ones."""
@@ -38,7 +38,7 @@ def load_executable(target: Target, device_name: str) -> Executable:
     device = resolve_device(device_name)
     dtype = torch.bfloat16 if device.torch_device.type == "cuda" else torch.float32
     if target.checkpoint is not None:
-        dtype = next(target.checkpoint.tensors(MODEL_PREFIX))[1].dtype
+        dtype = next(finite_weights(target.checkpoint))[1].dtype
     model = build_model(target.architecture, device=device.torch_device, dtype=dtype)
     target.fill(model)
     model.eval()

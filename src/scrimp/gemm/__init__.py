@@ -5,6 +5,7 @@
 low-precision kernels, and Triton's; which one is decided by what works and is fastest on the device.
 """
 
+from scrimp.gemm.adapted import AdaptedLinear, adapt, merged
 from scrimp.gemm.backends import Backend
 from scrimp.gemm.clock import Clock
 from scrimp.gemm.convert import PlannedModel, swap_in
@@ -20,6 +21,7 @@ from scrimp.gemm.select import Recorded, backends_for, refuse_unrunnable
 from scrimp.precision import LinearPrecision
 
 __all__ = [
+    "AdaptedLinear",
     "Backend",
     "BackendChooser",
     "Clock",
@@ -31,6 +33,7 @@ __all__ = [
     "PlannedLinear",
     "PlannedModel",
     "Recorded",
+    "adapt",
     "backends_for",
     "changed_gemms",
     "compute_dtype",
@@ -40,6 +43,7 @@ __all__ = [
     "is_running_again",
     "is_transposed",
     "linear_modules",
+    "merged",
     "observing",
     "planned_linear",
     "recomputed",

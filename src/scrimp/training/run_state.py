@@ -51,13 +51,14 @@ class RunState:
     """The digest of run.json; None in checkpoints of earlier versions."""
     precision: dict[str, Any] | None = None
     """The precision cycle's (`scrimp.training.precision.formats_in_plan`); None of a run whose formats are fixed."""
+    base: str | None = None
+    """The digest of the weights that adapters stand beside (`trained_weights.Base`), of which a checkpoint has no copy;
+    None without adapters."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `CheckpointStore.save`."""
         values = dataclasses.asdict(self) | {"architecture": self.architecture.to_json()}
-        if self.precision is None:
-            del values["precision"]
-        return values
+        return {key: value for key, value in values.items() if key not in ("precision", "base") or value}
 
 
 def read_state(checkpoint: Checkpoint) -> RunState:

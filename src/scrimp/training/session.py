@@ -361,15 +361,22 @@ def _begun(
         line=line,
         record=record,
         files=files,
+        base=start.base,
     )
 
 
 def _realised(start: Start, choose: BackendChooser) -> Executable:
-    """The model of the plan, with its first weights where no checkpoint is loaded into it later."""
+    """The model of the plan, with its first weights where no checkpoint is loaded into it later, and those of a base,
+    of which checkpoints have no copy."""
     decisions = start.decisions
     config, device = decisions.config, decisions.device.torch_device
 
     def fill(model: Model) -> None:
+        if start.base is not None:
+            with decisions.world.together("reading the base's weights"):
+                fill_from_weights(model, start.base.folder)
+            initialise(model, config.run.seed)
+            return
         if start.checkpoint is not None:
             return  # every parameter is loaded from the checkpoint later
         if config.model.weights is None:

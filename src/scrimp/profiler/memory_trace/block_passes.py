@@ -63,7 +63,8 @@ def gradients_of(module: nn.Module, how: GradientSums, *, exist: bool) -> Iterat
             sums[parameter] = gradient.to(how.dtype)
 
     hooks = []
-    for parameter in module.parameters():
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in trained:
         if how.dtype is not None:
             hooks.append(parameter.register_post_accumulate_grad_hook(collect))
         if exist and how.dtype is not None:
@@ -75,7 +76,7 @@ def gradients_of(module: nn.Module, how: GradientSums, *, exist: bool) -> Iterat
     finally:
         for hook in hooks:
             hook.remove()
-        for parameter in module.parameters():
+        for parameter in trained:
             parameter.grad = None
 
 
@@ -119,6 +120,8 @@ def trace_ends(
     marks, start = _Marks(tracker), tracker.live
     with autocast():
         x = model.embed(tokens)
+        if not x.requires_grad:  # a frozen embedding; what it gives to a block comes back with a gradient
+            x = x.requires_grad_()
         boundary = x.nbytes
         x.register_hook(lambda _: marks.set("head over"))
         hidden = model.finish(x)
