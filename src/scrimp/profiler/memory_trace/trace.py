@@ -345,6 +345,7 @@ class TracedStep:
         sums = self._sums.dtype
         return {
             "weights": sum(parameter.nbytes for parameter in named.values()),
+            "frozen": sum(parameter.nbytes for name, parameter in named.items() if name not in trained),
             "gradients": sum(one.numel() * (sums or one.dtype).itemsize for one in trained.values()),
             "optimizer": self.optimizer.state_bytes(trained),
         }
