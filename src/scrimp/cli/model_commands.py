@@ -141,11 +141,13 @@ class Export:
     """Run folder, or one of its checkpoints."""
     out: Positional[Path]
     """New folder for the model."""
+    adapter: FlagCreatePairsOff[bool] = False
+    """Of a run with adapters these alone, as a folder that peft loads beside the base; else they are merged."""
     trust_code: FlagCreatePairsOff[bool] = False
     """Run the code of a run whose model is a kind of its own."""
 
     def execute(self, given: frozenset[str]) -> int:
-        from scrimp.cli.trained import export_run
+        from scrimp.cli.trained import export_adapter_of, export_run
 
-        export_run(self.run, self.out)
+        (export_adapter_of if self.adapter else export_run)(self.run, self.out)
         return 0
