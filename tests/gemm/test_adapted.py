@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scrimp.gemm import AdaptedLinear, Execution, adapt, merged, observing, reference_only, run_again_before, swap_in
+from scrimp.gemm import (
+    AdaptedLinear,
+    Execution,
+    adapt,
+    merged,
+    observing,
+    reference_only,
+    run_again_before,
+    swap_in,
+)
 
 ROWS, RANK, SCALE = (16, 8, 8), 4, 1.5
 
@@ -58,7 +67,9 @@ def test_results_and_gradients_are_those_of_the_formula(rows: tuple[int, ...]) -
 def test_merging_rounds_once_to_the_weights_own_format() -> None:
     layer = adapted()
     low = layer.weight.bfloat16()
-    exact = low.double() + SCALE * torch.block_diag(*layer.lora_b.double().split(ROWS)) @ layer.lora_a.double()
+    exact = (
+        low.double() + SCALE * torch.block_diag(*layer.lora_b.double().split(ROWS)) @ layer.lora_a.double()
+    )
     found = merged(low, layer.lora_a, layer.lora_b, ROWS, SCALE)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, exact.float().bfloat16())

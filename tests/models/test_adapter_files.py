@@ -78,4 +78,6 @@ def test_peft_gives_the_same_logits(name: str, targets: str, tmp_path: Path) -> 
 def test_a_model_without_adapters_is_refused(tmp_path: Path) -> None:
     _, base = reference_folder("llama", tmp_path)
     with pytest.raises(ModelError, match="no adapters"):
-        export_adapter({}, read_architecture(base), tmp_path / "out", base=None, save_tokenizer=lambda path: None)
+        export_adapter(
+            {}, read_architecture(base), tmp_path / "out", base=None, save_tokenizer=lambda path: None
+        )

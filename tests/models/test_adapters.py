@@ -124,7 +124,11 @@ def test_flops_are_those_that_torch_counts(targets: str) -> None:
 
 def test_which_products_run() -> None:
     gemms = spec_of(with_adapters(LLAMA, "mlp.gate_up")).gemms
-    assert [len(gemms[f"blocks.0.{name}"]) for name in ("attention.qkv", "attention.out", "mlp.gate_up")] == [1, 1, 1]
+    assert [len(gemms[f"blocks.0.{name}"]) for name in ("attention.qkv", "attention.out", "mlp.gate_up")] == [
+        1,
+        1,
+        1,
+    ]
     assert gemms["blocks.0.mlp.down"] == gemms["blocks.1.attention.qkv"] == gemms[HEAD] == ("fprop", "dgrad")
     assert set(spec_of(LLAMA).gemms.values()) == {("fprop", "dgrad", "wgrad")}
 

@@ -21,6 +21,9 @@ SETTINGS = [
     "--adapter.rank=4",
 ]
 
+FP8 = ["--precision=fp8", "--adapter.targets=attention.qkv,mlp.down"]
+"""Frozen layers with adapters and without, which ranks gather in other ways."""
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -35,11 +38,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         flags(corpus, folder / "fsdp", *ours, "--layout.fsdp=2"),
         flags(corpus, folder / "zero 1", *ours, "--layout.fsdp=2", "--layout.zero=1"),
         flags(corpus, folder / "copies", *ours, "--layout.dp=2"),
+        flags(corpus, folder / "fp8 on two", *ours, "--layout.fsdp=2", *FP8),
         goes_on(alone, folder / "from one to two", HALF),
     )
-    on_ranks(
-        2, folder / "again", goes_on(folder / "fsdp", folder / "from two to two", HALF)
-    )
+    assert scrimp(*flags(corpus, folder / "fp8", *ours, *FP8)).returncode == 0
+    on_ranks(2, folder / "again", goes_on(folder / "fsdp", folder / "from two to two", HALF))
     assert scrimp(*goes_on(folder / "fsdp", folder / "from two to one", HALF)).returncode == 0
     return folder
 
@@ -48,6 +51,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_losses_are_those_of_one_process(runs: Path, name: str) -> None:
     check_same_course(runs / name, runs / "alone")
     check_same_tensors(runs / name, runs / "alone", STEPS)
+
+
+def test_frozen_weights_in_fp8_are_those_of_one_process(runs: Path) -> None:
+    expected, found = losses(runs / "fp8"), losses(runs / "fp8 on two")
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-3)
 
 
 def test_the_same_layout_goes_on_bit_for_bit(runs: Path) -> None:

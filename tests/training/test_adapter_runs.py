@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import flags, losses, records, write_corpus
+from tiny_run import flags, losses, records, scrimp, write_corpus
 
 from scrimp.cli import main
 from scrimp.errors import CheckpointError
@@ -43,7 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base, as a run and as a Hugging Face folder, and a run with adapters from each."""
     found = tmp_path_factory.mktemp("adapters")
     corpus = write_corpus(found)
-    assert main(flags(corpus, found / "base", "--train.steps=6", "--evaluation.every=0", "--optimizer.lr=1e-2")) == 0
+    assert (
+        main(flags(corpus, found / "base", "--train.steps=6", "--evaluation.every=0", "--optimizer.lr=1e-2"))
+        == 0
+    )
     assert main(["export", str(found / "base"), str(found / "folder")]) == 0
     for name, base in (("run", "base"), ("from a folder", "folder")):
         assert main(flags(corpus, found / name, *ADAPTERS, f"--model.weights={found / base}")) == 0
@@ -89,14 +92,19 @@ def test_a_checkpoint_holds_adapters_their_states_and_the_digest_of_the_base(fol
     assert 0 < (a - initial_value("blocks.0.attention.qkv.lora_a", a.shape, 0)).abs().max() < 0.1
 
 
-def test_the_account_has_what_a_run_holds(folder: Path) -> None:
-    plan = json.loads((folder / "run" / "plan.json").read_text())
-    full = json.loads((folder / "base" / "plan.json").read_text())
-    measured = max(one.get("tensor_peak_bytes") or 0 for one in records(folder / "from a folder"))
-    predicted = plan["predicted"]["peak_device_bytes"]
-    assert predicted < full["predicted"]["peak_device_bytes"]
-    # The third step is one of a checkpoint's copy too.
-    assert 0.9 * measured <= predicted + plan["predicted"].get("checkpoint_copy_bytes", 40_000) <= 1.3 * measured
+@pytest.mark.slow
+def test_the_account_has_what_a_run_holds(folder: Path, tmp_path: Path) -> None:
+    """In a process of its own, where nothing else lies."""
+    more = ["--train.steps=3", "--checkpoint.every=0", f"--model.weights={folder / 'folder'}"]
+    run = tmp_path / "run"
+    assert scrimp(*flags(folder / "corpus.txt", run, *ADAPTERS, *more)).returncode == 0
+    predicted, full = (
+        json.loads((one / "plan.json").read_text())["predicted"]["peak_device_bytes"]
+        for one in (run, folder / "base")
+    )
+    measured = max(one.get("tensor_peak_bytes") or 0 for one in records(run))
+    assert measured <= predicted <= 1.05 * measured
+    assert predicted < full
 
 
 def test_merged_weights_give_the_logits_of_adapters_beside_their_base(folder: Path, tmp_path: Path) -> None:
@@ -167,7 +175,7 @@ def test_adapters_beside_a_run_with_adapters(folder: Path, tmp_path: Path) -> No
         pytest.param(["--memory.activations=norms+offload"], marks=pytest.mark.slow),
         pytest.param(["--memory.activations=attention"], marks=pytest.mark.slow),
         pytest.param(["--adapter.targets=mlp.gate_up", "--train.loss-chunk=64"], marks=pytest.mark.slow),
-        pytest.param(["--optimizer.name=nadamw", "--precision=bf16"], marks=pytest.mark.slow),
+        pytest.param(["--precision=bf16", "--optimizer.name=nadamw"], marks=pytest.mark.slow),
         pytest.param(["--optimizer.moments=8bit"], marks=pytest.mark.slow),
     ],
 )
@@ -190,7 +198,9 @@ def test_formats_and_memory_are_proven_and_something_is_learnt(
     assert losses(again) == losses(run)
 
 
-def test_the_base_is_not_changed_by_a_bit(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_base_is_not_changed_by_a_bit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Looked at in the process that trains, when it is done."""
     from scrimp.training import session
 
@@ -254,7 +264,9 @@ def test_a_base_that_trained_on_is_found_at_the_step_it_had(folder: Path, tmp_pa
     base, run = tmp_path / "base", tmp_path / "run"
     corpus = folder / "corpus.txt"
     assert main(flags(corpus, base, "--train.steps=2", "--checkpoint.every=1", "--evaluation.every=0")) == 0
-    assert main(flags(corpus, run, *ADAPTERS, f"--model.weights={base / 'checkpoints' / 'step-00000001'}")) == 0
+    assert (
+        main(flags(corpus, run, *ADAPTERS, f"--model.weights={base / 'checkpoints' / 'step-00000001'}")) == 0
+    )
     assert main(flags(corpus, tmp_path / "newest", *ADAPTERS, f"--model.weights={base}")) == 0
     before = dict(finite_weights(at(tmp_path / "newest", 4)))
     newer = base / "checkpoints" / "step-00000003"

@@ -19,6 +19,7 @@ from scrimp.errors import ConfigError
 ALL = "all"
 """Adapters beside every linear layer of a block."""
 
+
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """Llama 3's frequency-dependent stretch of RoPE (transformers' rope_type "llama3")."""

@@ -168,9 +168,7 @@ _ANSWERS: dict[str, Answer] = {
         note="rank of the adapters beside the weights of model.weights",
     ),
     **_named("adapter.alpha", "lora_alpha"),
-    **_named(
-        "adapter.targets", "lora_target_modules target_modules", note="layers by Scrimp's names, as attention.qkv"
-    ),
+    **_named("adapter.targets", "lora_target_modules target_modules", note="layers by Scrimp's names"),
     **_none("leave it out: adapters have no dropout", "lora_dropout"),
     **_none("leave it out: frozen weights are bf16, and no less", "load_in_4bit load_in_8bit qlora"),
     **_none(

@@ -3,7 +3,7 @@
 Method   With r the rank, a the scale, and a layer in which n layers are stacked (W = [W_1; ...; W_n], as queries, keys
          and values), each stacked layer i has matrices of its own::
 
-             y_i = x W_i^T + a (x A_i^T) B_i^T        A = [A_1; ...; A_n]  (n r, in)        B = [B_1; ...; B_n]  (out, r)
+             y_i = x W_i^T + a (x A_i^T) B_i^T        A = [A_1; ...; A_n]  (n r, in)       B = [B_1; ...; B_n]  (out, r)
 
          so that the rows of A and B are those of adapters of the layers apart, and x A^T is one product for all.
          B begins with zeros: so does training where the base stands.

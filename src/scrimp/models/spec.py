@@ -13,8 +13,8 @@ Kinds    Each is one file in `scrimp.models.kinds`, chosen by `Architecture.fami
 Experts  A block may have layers of which each token meets only some: a `LinearSpec` with `experts` is as many matrices,
          one below the other, and runs as one grouped product (`scrimp.gemm.grouped`). How tokens choose, the model's
          `RoutingSpec` says.
-Adapters Where the architecture has them (`Architecture.adapter`), weights are frozen, and linear layers with a `rank` have
-         two matrices beside theirs, which are trained. Then not all GEMMs run: `ModelSpec.gemms` says which do.
+Adapters Where the architecture has them (`Architecture.adapter`), weights are frozen, and linear layers with a `rank`
+         have two matrices beside theirs, which are trained. Then not all GEMMs run: `ModelSpec.gemms` says which do.
 Limits   Layers of the same name have the same shape in every block: a plan records one back end for each name.
 Checked  tests/models/test_spec.py: against the parameters and the linear layers of the modules themselves.
 
@@ -396,7 +396,8 @@ class ModelSpec(ABC):
         """
         if self.architecture.adapter is None:
             return dict.fromkeys(self.layers(), GEMMS)
-        found, needs_gradient = {}, False
+        found: dict[str, tuple[str, ...]] = {}
+        needs_gradient = False
         for name, linear in self.layers().items():
             found[name] = ("fprop", "dgrad") if needs_gradient else ("fprop",)
             needs_gradient |= linear.rank > 0

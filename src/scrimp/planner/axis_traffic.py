@@ -16,8 +16,8 @@ Method   With P_b the parameters of all blocks and P those of the model, w bytes
              fsdp, cp     m (2 L - L_s + 1) + r (L + 1)                     dp beside shards   r (L + 1)
              tp           2 m (4 L + 2)
 
-         Of adapters beside frozen weights P is everything where it is gathered, and the adapters where it is reduced, in
-         r L collectives.
+         Beside frozen weights P is everything where it is gathered, and the adapters where it is reduced, in r L
+         collectives.
          P_s and L_s of blocks whose weights stay gathered (`layout.gathered`; all below zero 3), r = m reductions in a
          step (zero 1, and whole copies: one).
 Limits   What recomputation exchanges again does not count, nor sums of norms and losses, nor key heads that Ulysses

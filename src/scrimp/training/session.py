@@ -215,6 +215,13 @@ def _in_folder(run_dir: Path, start: Start) -> Start:
             got=f"a block of {plan_path} that offloads or has states on the host",
             expected="all of the model on the device: statistics read the states of all layers at once",
         )
+    states = plan.placement.states
+    if config.adapter.rank and any((*states.weights, *states.gradients, *states.optimizer)):
+        raise PlanError(
+            "weights and states stay on the device beside adapters",
+            got=f"a block of {plan_path} that has some on the host",
+            do="write device there",
+        )
     room = take_host_room(decisions.memory, config, decisions.device) if is_resumed else start.room
     ran = "" if began_with in ({}, plan.backends) else backends_text(began_with)
     return dataclasses.replace(start, decisions=decisions, room=room, ran_by=ran, laid_before=before)

@@ -184,9 +184,7 @@ def _weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
     return stream_parameters(read_architecture(folder), folder)
 
 
-def _merged(
-    name: str, weight: Tensor, adapters: Mapping[str, Tensor], architecture: Architecture
-) -> Tensor:
+def _merged(name: str, weight: Tensor, adapters: Mapping[str, Tensor], architecture: Architecture) -> Tensor:
     layer, spec, adapter = name.removesuffix(".weight"), spec_of(architecture), architecture.adapter
     a, b = (adapters.get(f"{layer}{end}") for end in ADAPTER)
     if a is None or b is None or adapter is None:

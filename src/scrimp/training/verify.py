@@ -126,9 +126,7 @@ def _whole(checkpoint: Checkpoint) -> str:
     Plan.read(checkpoint.folder / PLAN)
     size = sum(record.bytes for record in manifest.files.values())
     skipped = f", {manifest.skipped_steps:,} steps skipped" if manifest.skipped_steps else ""
-    return (
-        f"step {checkpoint.step:,}: {len(manifest.files)} files, {size:,} bytes, all numbers finite{skipped}{beside}"
-    )
+    return f"step {checkpoint.step:,}: {len(manifest.files)} files, {size:,} bytes, all numbers finite{skipped}{beside}"
 
 
 def _of_run(run_dir: Path) -> Findings:

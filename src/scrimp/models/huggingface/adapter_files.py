@@ -49,7 +49,9 @@ def export_adapter(
     """
     adapter, spec = architecture.adapter, spec_of(architecture)
     if adapter is None:
-        raise ModelError("there are no adapters to export", do="leave --adapter out: the whole model is exported")
+        raise ModelError(
+            "there are no adapters to export", do="leave --adapter out: the whole model is exported"
+        )
     found = {
         name: tensor.contiguous()
         for index, block in enumerate(spec.blocks)

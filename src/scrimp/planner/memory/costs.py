@@ -155,8 +155,8 @@ class StepCosts:
 
     @property
     def checkpoint_copy(self) -> int:
-        """Bytes of what a checkpoint holds: weights that are trained, masters, moments, wherever they live. As many on the host, in a
-        copy, while one is written beside the training."""
+        """Bytes of what a checkpoint holds: weights that are trained, masters, moments, wherever they live. As many on
+        the host, in a copy, while one is written beside the training."""
         parts: list[BlockClass | EndsCost] = [self.ends, *(self.classes[number] for number in self.blocks)]
         return sum(part.trained + part.optimizer for part in parts)
 

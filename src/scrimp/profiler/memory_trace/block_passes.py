@@ -119,7 +119,9 @@ def trace_ends(
     and `gradients_of`."""
     marks, start = _Marks(tracker), tracker.live
     with autocast():
-        x = model.embed(tokens).requires_grad_()  # of a frozen embedding too: what blocks give the head needs one
+        x = model.embed(
+            tokens
+        ).requires_grad_()  # of a frozen embedding too: what blocks give the head needs one
         boundary = x.nbytes
         x.register_hook(lambda _: marks.set("head over"))
         hidden = model.finish(x)

@@ -11,7 +11,9 @@ Method   The real model (`scrimp.models`, planned layers, the objective's loss) 
          How many documents a row holds is not known: traced is what takes most (`documents`). A CPU's eager blocks
          attend segment by segment; the worst are documents that fill their rows. Where documents need masks, each row
          has one.
-Limits   Planned layers are traced in the reference back end, an upper bound for fused ones. Kernels' own memory:
+         Of a model with adapters gradients and states are those of what is trained.
+Limits   Beside adapters the first block keeps less than the others, whose inputs need a gradient: it counts as they do.
+         Planned layers are traced in the reference back end, an upper bound for fused ones. Kernels' own memory:
          `workspace`.
 Checked  tests/profiler/memory_trace: within 2 % of torch's profiler in real steps.
 """

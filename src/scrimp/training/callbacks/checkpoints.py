@@ -1,8 +1,8 @@
 """Checkpoints of a run: what its state is, when it is written, and what is told of it.
 
-The state is small: parameters that are trained, optimizer, random state, two integers (step and updates) and the precision cycle's own.
-Everything else (data order, learning rate, initialisation) is a function of the configuration and of these, which is
-why a resumed run repeats the same losses bit for bit.
+The state is small: parameters that are trained, optimizer, random state, two integers (step and updates) and the
+precision cycle's own. Everything else (data order, learning rate, initialisation) is a function of the configuration
+and of these, which is why a resumed run repeats the same losses bit for bit.
 """
 
 from __future__ import annotations
