@@ -124,3 +124,21 @@ def test_where_it_ends_what_runs_again_the_weights_product_is_left_out() -> None
     assert counted.widths[:2] == [RANK, 32]
     assert len(counted.widths) == 2 + 2 + 2 + 1
     assert torch.autograd.grad(layer(torch.tanh(x)).sum(), x)[0].equal(x.grad)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "fp8"])
+def test_a_graph_gives_the_numbers_of_eager_mode(recipe: str) -> None:
+    found = []
+    for is_compiled in (False, True):
+        model = nn.Sequential(adapted())
+        swap_in(model, recipe, choose=reference_only)
+        torch._dynamo.reset()
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
+        x = torch.linspace(-1, 1, 32 * 16).view(32, 16).requires_grad_()
+        y = run(x)
+        y.sum().backward()
+        assert model[0].weight.grad is None
+        found.append((y, x.grad, model[0].lora_a.grad, model[0].lora_b.grad))
+    torch._dynamo.reset()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

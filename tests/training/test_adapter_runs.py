@@ -18,6 +18,7 @@ from scrimp.errors import CheckpointError
 from scrimp.models import spec_of
 from scrimp.models.initialise import initial_value
 from scrimp.models.model import Model, build_model
+from scrimp.report.units import format_bytes
 from scrimp.training.checkpoint import Checkpoint, CheckpointStore
 from scrimp.training.run_state import read_state
 from scrimp.training.trained_weights import (
@@ -298,6 +299,35 @@ def test_adapters_alone_are_exported_for_peft(
     assert "export" in capsys.readouterr().out
     assert main(["export", str(folder / "base"), str(tmp_path / "third"), "--adapter"]) == 2
     assert "has no adapters" in capsys.readouterr().err
+
+
+def test_a_plan_shows_what_is_trained_and_its_states(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus, base = folder / "corpus.txt", folder / "folder"
+    words = [f"--data.source={corpus}", f"--model.weights={base}", "--adapter.rank=4", "--device=cpu"]
+    assert main(["plan", *words, "--train.sequence=64", "--train.batch-tokens=256"]) == 0
+    shown = capsys.readouterr().out
+    trained = spec_of(read_state(at(folder / "run", 4)).architecture).trained_parameters
+    assert re.search(rf"trained +{trained:,}", shown)
+    assert re.search(rf"optimizer states +{re.escape(format_bytes(8 * trained))}", shown)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+def test_attention_beside_experts_has_adapters_and_experts_none(
+    precision: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The probe counts their products: experts have no wgrad."""
+    corpus, base = folder / "corpus.txt", tmp_path / "base"
+    assert main(flags(corpus, base, "--train.steps=1", "--model.preset=mixtral-8m")) == 0
+    words = [*ADAPTERS, f"--model.weights={base}", f"--precision={precision}"]
+    only = "--adapter.targets=attention.qkv,attention.out"
+    assert main(flags(corpus, tmp_path / "run", *words, only)) == 0
+    assert losses(tmp_path / "run")[4] != losses(tmp_path / "run")[3]
+    capsys.readouterr()
+    assert main(flags(corpus, tmp_path / "other", *words)) == 2
+    assert "of experts" in capsys.readouterr().err
 
 
 def test_layers_that_are_not_there_are_refused_before_a_run_begins(
