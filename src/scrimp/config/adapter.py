@@ -4,10 +4,7 @@
 
 W, of (out, in), is the base's (`model.weights`) and stays as it is; A, of (r, in), and B, of (out, r), are trained.
 
-===========  ======================================================================================================
-alpha        2 r where nobody says it: a factor of 2 whatever the rank, as peft's users mostly have it.
-targets      the linear layers of blocks that get adapters, by their names in a block; all: each of them.
-===========  ======================================================================================================
+alpha is 2 r where nobody says it: a factor of 2 whatever the rank.
 
 What is not carried out beside adapters is refused here, by name.
 

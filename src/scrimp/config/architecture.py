@@ -11,6 +11,7 @@ F ffn width, V vocabulary, A = H * K attention width.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,14 @@ class Adapter:
     alpha: float
     targets: str = ALL
     """Names of linear layers in a block, separated by commas; all: every one."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not 0 < self.alpha < math.inf:
+            raise ConfigError(
+                "an adapter has a positive rank and alpha",
+                got=f"rank {self.rank}, alpha {self.alpha:g}",
+                expected="a rank of 1 or more, and an alpha above 0",
+            )
 
     @property
     def scale(self) -> float:

@@ -78,6 +78,13 @@ def read_state(checkpoint: Checkpoint) -> RunState:
             expected=f"step {checkpoint.step}, as the folder's name says, and at most as many updates",
             do=_DO,
         )
+    if (state.base is None) != (state.architecture.adapter is None):
+        raise CheckpointError(
+            f"{origin}: base and architecture.adapter do not go together",
+            got="adapters without a base" if state.base is None else "a base without adapters",
+            expected="both or neither",
+            do=_DO,
+        )
     if not 1 <= state.sequence <= state.architecture.context:
         expected = f"1 to {state.architecture.context}, the model's context"
         raise CheckpointError(

@@ -138,7 +138,8 @@ def find_base(folder: Path, digest: str | None = None) -> Base:
 
 def _digest_of(folder: Path) -> str:
     paths = [folder / MANIFEST] if is_run(folder) else sorted(folder.glob("*.safetensors"))
-    stats = [(path, path.stat()) for path in paths]
+    with storage(folder, "read"):
+        stats = [(path, path.stat()) for path in paths]
     return _hashed(tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats))
 
 
@@ -158,7 +159,13 @@ def base_of(checkpoint: Checkpoint, state: RunState) -> Base:
         CheckpointError: it is not there.
     """
     folder = saved_config(checkpoint.folder).model.weights
-    assert folder is not None  # adapters without a base are refused
+    if folder is None:
+        raise CheckpointError(
+            f"{checkpoint.folder / CONFIG} is not the one of its adapters",
+            got="no model.weights",
+            expected="the base model that they were trained beside",
+            do="use another checkpoint",
+        )
     return find_base(folder, state.base)
 
 

@@ -18,7 +18,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -75,8 +74,8 @@ def _pieces(
     names = spec.names_elsewhere[linear.name].huggingface
     for name, low, high in zip(names, a.split(linear.rank), b.split(linear.stacked), strict=True):
         theirs = f"base_model.model.model.layers.{index}.{name}"
-        yield f"{theirs}.lora_A.weight", low.to(torch.float32)
-        yield f"{theirs}.lora_B.weight", high.to(torch.float32)
+        yield f"{theirs}.lora_A.weight", low
+        yield f"{theirs}.lora_B.weight", high
 
 
 def _config(adapter: Adapter, spec: ModelSpec, base: Path | None) -> dict[str, object]:
