@@ -147,7 +147,12 @@ class Export:
     """Run the code of a run whose model is a kind of its own."""
 
     def execute(self, given: frozenset[str]) -> int:
-        from scrimp.cli.trained import export_adapter_of, export_run
+        if self.adapter:
+            from scrimp.cli.trained import export_adapter_of
 
-        (export_adapter_of if self.adapter else export_run)(self.run, self.out)
+            export_adapter_of(self.run, self.out)
+            return 0
+        from scrimp.cli.trained import export_run
+
+        export_run(self.run, self.out)
         return 0

@@ -9,8 +9,8 @@ Precision   The residual stream keeps the embedding's type: float32 under autoca
             Norms compute in float32 and hand the GEMMs their type.
 Documents   Rows may hold several documents; see attention.py. Blocks whose attention is alike share one layout, which
             is prepared once per forward pass.
-Adapters    An architecture with `adapter` gives layers of blocks adapters (`scrimp.gemm.adapted`). Then these alone need
-            gradients: what trains, `requires_grad` of a parameter says, and `trained` gives.
+Adapters    An architecture with `adapter` gives layers of blocks adapters (`scrimp.gemm.adapted`). These alone need
+            gradients then: what trains, `requires_grad` of a parameter says, and `trained` gives.
 Checked     tests/models/test_decoder.py: logits and gradients against a float64 reference.
 
 Shapes: B rows, T tokens, D width, V vocabulary.
