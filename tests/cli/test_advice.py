@@ -45,6 +45,7 @@ OF_ONE_COMMAND = {
     "cli/eval_tasks.py": "eval",
     "cli/export.py": "export-precision",
     "config/sampling.py": "generate",
+    "models/huggingface/adapter_files.py": "export",
     "export/layer_names.py": "export-precision",
     "export/layout_file.py": "export-layout",
     "cli/launch.py": "launch",
@@ -64,6 +65,7 @@ OF_SEVERAL_COMMANDS = {
     "cli/advice.py",
     "cli/entry.py",
     "cli/ranks.py",
+    "cli/trained.py",
     "training/finish.py",
 }
 HOLE = "{}"

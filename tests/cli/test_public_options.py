@@ -19,6 +19,7 @@ CONFIG = """
 --data.mask-documents --data.no-mask-documents --data.cache
 --model.preset --model.weights --model.kind --model.vocab-size --model.context --model.num-layers --model.width
 --model.num-heads --model.num-kv-heads --model.ffn-width --model.capacity-factor
+--adapter.rank --adapter.alpha --adapter.targets
 --train.steps --train.sequence --train.batch-tokens --train.micro-batch --optimizer.name --optimizer.lr
 --schedule.name --schedule.warmup-steps --schedule.final-lr-ratio --optimizer.weight-decay --optimizer.beta1
 --optimizer.beta2 --optimizer.eps --optimizer.momentum
@@ -56,7 +57,7 @@ PUBLIC = {
     "--trust-code",
     "chat": "TARGET --system --chat-template --tokens --temperature --top-k --top-p --seed --device --trust-code",
     "generate": "TARGET --prompt --tokens --temperature --top-k --top-p --seed --device --trust-code",
-    "export": "RUN OUT --trust-code",
+    "export": "RUN OUT --adapter --trust-code",
     "export-precision": "SOURCE OUT --target --names --approximate",
     "export-layout": "SOURCE OUT --target --approximate",
     "report": "RUN",

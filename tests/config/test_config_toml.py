@@ -78,6 +78,7 @@ def test_unset_values_are_left_out_and_sections_come_in_order() -> None:
         "run",
         "data",
         "model",
+        "adapter",
         "train",
         "objective",
         "optimizer",

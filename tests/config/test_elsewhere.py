@@ -50,6 +50,7 @@ USUAL = {
     "total_batch_size": "train.batch_tokens",
     "depth": "model.num_layers",
     "num_iterations": "train.steps",
+    "lora_r": "adapter.rank",
 }
 NONE = {
     "ema": "keeps no average",
@@ -58,7 +59,7 @@ NONE = {
     "wandb_project": "metrics.jsonl",
     "report_to": "metrics.jsonl",
     "optim_args": "optimizer.*",
-    "lora_r": "all weights are trained",
+    "lora_dropout": "adapters have no dropout",
     "wandb.project": "metrics.jsonl",
 }
 

@@ -46,13 +46,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_commands_of_the_guide_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("Who are you?\n/quit\n"))
     commands = [shlex.split(line)[1:] for block in blocks("sh") for line in block.splitlines()]
-    assert [words[0] for words in commands] == ["train", "chat", "eval", "export", "train"]
+    assert [words[0] for words in commands] == [
+        "train",
+        "chat",
+        "eval",
+        "export",
+        *["train", "chat", "export", "export"],
+        "train",
+    ]
     for words in commands:
         more = {"train": SMALLER, "chat": ["--tokens=4", "--device=cpu"], "eval": ["--device=cpu"]}
+        monkeypatch.setattr("sys.stdin", io.StringIO("Who are you?\n/quit\n"))
         assert main([*words, *more.get(words[0], [])]) == 0, capsys.readouterr().err
     assert (folder / "tuned" / "chat_template.jinja").is_file()
+    assert (folder / "adapted" / "model.safetensors").is_file()
+    assert (folder / "peft-adapter" / "adapter_model.safetensors").is_file()
     assert (folder / "runs" / "first" / "tokenizer" / "chat_template.jinja").is_file()
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import adapted_model
 from torch import Tensor
 
-from scrimp.config import Architecture, Config, TrainConfig, resolve
+from scrimp.config import Adapter, Architecture, Config, TrainConfig, resolve
 from scrimp.data import Batch
 from scrimp.errors import TrainingError
 from scrimp.formats import QuantizedTensor
@@ -312,7 +313,7 @@ STEPS = ["fp8", "nvfp4,head=fp8", "fp4,*.wgrad=bf16,blocks.0.*=bf16,*.mlp.down.s
 @pytest.mark.parametrize("precision", STEPS)
 def test_a_true_step_is_counted_as_the_plan_says(precision: str) -> None:
     plan, executable = realised(precision, "fp32", UNTIED, loss_chunk=32)
-    step(executable, 2).check(plan, "bf16", micro_batches=2, head_passes=6)
+    step(executable, 2).check(plan, "bf16", executable.model.spec, micro_batches=2, head_passes=6)
 
 
 @pytest.mark.parametrize("precision", STEPS)
@@ -325,7 +326,7 @@ def test_a_missing_or_an_extra_gemm_of_a_step_is_named(precision: str) -> None:
         with pytest.raises(
             TrainingError, match="of the first step that ran are not those of the plan"
         ) as caught:
-            count.check(plan, "bf16", micro_batches=1, head_passes=3)
+            count.check(plan, "bf16", executable.model.spec, micro_batches=1, head_passes=3)
         got = str(caught.value).partition("expected")[0]
         assert word in got
 
@@ -338,13 +339,49 @@ def test_a_step_in_another_recipe_or_cut_otherwise_is_stopped() -> None:
         count.check(
             dataclasses.replace(plan, gemms=plan.gemms | {"head": choice}),
             "bf16",
+            executable.model.spec,
             micro_batches=1,
             head_passes=3,
         )
     with pytest.raises(TrainingError, match="head"):
-        count.check(plan, "bf16", micro_batches=1, head_passes=4)
+        count.check(plan, "bf16", executable.model.spec, micro_batches=1, head_passes=4)
     with pytest.raises(TrainingError, match=r"blocks\.0"):
-        count.check(plan, "bf16", micro_batches=2, head_passes=3)
+        count.check(plan, "bf16", executable.model.spec, micro_batches=2, head_passes=3)
+
+
+ADAPTED = {
+    targets: dataclasses.replace(UNTIED, adapter=Adapter(4, 8.0, targets))
+    for targets in ("all", "mlp.gate_up,mlp.down")
+}
+
+
+def with_adapters(precision: str, targets: str, parameters: str = "bf16") -> tuple[Plan, Executable]:
+    """A model with adapters on the weights of a base."""
+    plan, executable = realised(precision, parameters, ADAPTED[targets], loss_chunk=32)
+    values = dict(adapted_model(ADAPTED[targets]).named_parameters())
+    with torch.no_grad():
+        for name, parameter in executable.model.named_parameters():
+            parameter.copy_(values[name])
+    return plan, executable
+
+
+@pytest.mark.parametrize("targets", ADAPTED)
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "nvfp4,head=fp8,blocks.0.*=bf16"])
+def test_beside_adapters_frozen_weights_have_no_wgrad(precision: str, targets: str) -> None:
+    plan, executable = with_adapters(precision, targets)
+    prove(executable, plan)
+    step(executable, 2).check(plan, "bf16", executable.model.spec, micro_batches=2, head_passes=6)
+    assert all(one.grad is None for one in executable.model.of_base().values())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_weight_that_trains_beside_adapters_is_found(precision: str) -> None:
+    plan, executable = with_adapters(precision, "all")
+    executable.model.of_base()["blocks.1.mlp.down.weight"].requires_grad_(True)
+    with pytest.raises(TrainingError, match="that ran are not those of the plan") as caught:
+        prove(executable, plan)
+    found = "1 plain in bf16" if precision == "bf16" else "1 blocks.1.mlp.down.wgrad in fp8"
+    assert found in str(caught.value)
 
 
 def test_a_short_context_is_probed_by_several_rows() -> None:

@@ -82,6 +82,8 @@ WRONG = [
     ("precision.guard.penalties", {"blocks.0.mlp.down": [2.0]}),
     ("precision.previous_formats", ["fp3"]),
     ("sequence", 100_000),
+    ("base", "0" * 64),
+    ("architecture.adapter", {"rank": 4, "alpha": 8.0, "targets": "all"}),
 ]
 
 

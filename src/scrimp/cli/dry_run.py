@@ -88,6 +88,7 @@ def _run_table(decisions: Decisions) -> Any:
     """What a run is, and how fast it would be."""
     config, architecture, plan = decisions.config, decisions.architecture, decisions.plan
     sequence, count = config.train.sequence, spec_of(architecture).parameters
+    trained = spec_of(architecture).trained_parameters
     flops = count_flops(spec_of(architecture), sequence)
     rate = recall_throughput(plan, config)
     peaks = device_peaks(decisions.device.torch_device, decisions.device.name)
@@ -101,6 +102,7 @@ def _run_table(decisions: Decisions) -> Any:
     tuning, order = decisions.tuning_bytes, order_advice(decisions)
     rows = [
         ("parameters", f"{count:,} ({format_count(count)})"),
+        *([("trained", f"{trained:,} ({format_count(trained)}), in adapters")] if trained != count else []),
         ("FLOPs per token, causal form", format_flops(flops.causal)),
         ("FLOPs per token, full form", format_flops(flops.full)),
         ("tokens per step", f"{config.train.batch_tokens:,} in sequences of {sequence:,}"),

@@ -141,10 +141,17 @@ class Export:
     """Run folder, or one of its checkpoints."""
     out: Positional[Path]
     """New folder for the model."""
+    adapter: FlagCreatePairsOff[bool] = False
+    """Of a run with adapters these alone, as a folder that peft loads beside the base; else they are merged."""
     trust_code: FlagCreatePairsOff[bool] = False
     """Run the code of a run whose model is a kind of its own."""
 
     def execute(self, given: frozenset[str]) -> int:
+        if self.adapter:
+            from scrimp.cli.trained import export_adapter_of
+
+            export_adapter_of(self.run, self.out)
+            return 0
         from scrimp.cli.trained import export_run
 
         export_run(self.run, self.out)

@@ -15,6 +15,7 @@ from scrimp.config import Sampling
 from scrimp.data import ChatTemplate, CorpusSpec, Progress, Tokenizer, open_corpus
 from scrimp.errors import DataError, ModelError
 from scrimp.models.generation import generate
+from scrimp.models.huggingface.adapter_files import export_adapter
 from scrimp.models.huggingface.export import OWN_TOKENIZER_RULES, export_model
 from scrimp.models.model import build_model
 from scrimp.profiler import resolve_device
@@ -24,7 +25,14 @@ from scrimp.runtime import Executable
 from scrimp.training.evaluation import Evaluation, evaluate
 from scrimp.training.export_seal import seal_export
 from scrimp.training.run_state import read_state
-from scrimp.training.trained_weights import MODEL_PREFIX, Target, finite_weights, open_target
+from scrimp.training.trained_weights import (
+    Target,
+    base_of,
+    finite_tensors,
+    finite_weights,
+    is_run,
+    open_target,
+)
 
 ECHOED = 2000
 """Characters of a prompt that `generate` prints, the last ones."""
@@ -38,7 +46,7 @@ def load_executable(target: Target, device_name: str) -> Executable:
     device = resolve_device(device_name)
     dtype = torch.bfloat16 if device.torch_device.type == "cuda" else torch.float32
     if target.checkpoint is not None:
-        dtype = next(target.checkpoint.tensors(MODEL_PREFIX))[1].dtype
+        dtype = next(finite_weights(target.checkpoint))[1].dtype
     model = build_model(target.architecture, device=device.torch_device, dtype=dtype)
     target.fill(model)
     model.eval()
@@ -194,3 +202,27 @@ def export_run(run_dir: Path, out: Path) -> None:
             "own, whatever the folder says; load this tokenizer with PreTrainedTokenizerFast.from_pretrained"
         )
     plain_console().print(f"exported step {target.checkpoint.step:,} to {out}")
+
+
+def export_adapter_of(run_dir: Path, out: Path) -> None:
+    """Write the adapters of a checkpoint, or of the newest one of a run, as a folder for peft."""
+    target = open_target(run_dir)
+    state = None if target.checkpoint is None else read_state(target.checkpoint)
+    if target.checkpoint is None or state is None or state.architecture.adapter is None:
+        raise ModelError(
+            f"{run_dir} has no adapters",
+            got="weights that were all trained",
+            expected="a run with --adapter.rank",
+            do="leave --adapter out: the whole model is exported",
+        )
+    base = base_of(target.checkpoint, state).folder
+    export_adapter(
+        dict(finite_tensors(target.checkpoint)),
+        state.architecture,
+        out,
+        base=None if is_run(base) else base,
+        save_tokenizer=target.tokenizer.save,
+    )
+    if is_run(base):
+        plain_console().print(f"note: peft needs the base as a Hugging Face folder: export {base} too")
+    plain_console().print(f"exported the adapters of step {target.checkpoint.step:,} to {out}")

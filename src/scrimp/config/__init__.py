@@ -4,7 +4,7 @@ The way of a configuration: `read_config` (file), the command line's overrides, 
 `base_architecture`, `resolve`, and `to_toml` into the run folder. Nothing here imports torch.
 """
 
-from scrimp.config.architecture import Architecture, RopeScaling
+from scrimp.config.architecture import Adapter, Architecture, RopeScaling
 from scrimp.config.fields import flatten, leaves, nearest_key, nearest_word, replace_values
 from scrimp.config.layout import for_ranks, ranks_of
 from scrimp.config.model_section import base_architecture
@@ -19,6 +19,7 @@ from scrimp.config.resolved import ResolvedConfig, closed
 from scrimp.config.resuming import MAY_CHANGE_ON_RESUME, decided_anew, differences, may_change
 from scrimp.config.sampling import Sampling
 from scrimp.config.schema import (
+    AdapterConfig,
     BudgetConfig,
     CheckpointConfig,
     Config,
@@ -51,6 +52,8 @@ __all__ = [
     "OWN_PRESETS",
     "PRESETS",
     "RANGES",
+    "Adapter",
+    "AdapterConfig",
     "Architecture",
     "BudgetConfig",
     "CheckpointConfig",

@@ -11,10 +11,14 @@ F ffn width, V vocabulary, A = H * K attention width.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from scrimp.errors import ConfigError
+
+ALL = "all"
+"""Adapters beside every linear layer of a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,38 @@ class RopeScaling:
     """Wavelengths shorter than original_context / high_freq_factor are left alone."""
     original_context: int
     """Context length in tokens before the stretch."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Adapters of a model."""
+
+    rank: int
+    alpha: float
+    targets: str = ALL
+    """Names of linear layers in a block, separated by commas; all: every one."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not 0 < self.alpha < math.inf:
+            raise ConfigError(
+                "an adapter has a positive rank and alpha",
+                got=f"rank {self.rank}, alpha {self.alpha:g}",
+                expected="a rank of 1 or more, and an alpha above 0",
+            )
+
+    @property
+    def scale(self) -> float:
+        """What the product of both matrices is multiplied by."""
+        return self.alpha / self.rank
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names in `targets`; none where these are all."""
+        return () if self.targets == ALL else tuple(name.strip() for name in self.targets.split(","))
+
+    def has(self, layer: str) -> bool:
+        """Whether a linear layer has an adapter, by its name in its block."""
+        return self.targets == ALL or layer in self.names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +107,8 @@ class Architecture:
     """Each linear layer of a block is a product of two factors of this rank; None: it is one matrix."""
     options: tuple[tuple[str, float], ...] = ()
     """Numbers that only its family has, by name; a name that is not here has the family's usual value."""
+    adapter: Adapter | None = None
+    """Adapters, which are trained alone; None: every weight is trained."""
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "num_layers", "width", "num_heads", "num_kv_heads", "head_size")
@@ -139,13 +177,18 @@ class Architecture:
         return self.num_layers * block + self.width * ends
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, without options and rank where there are none: as before there were any."""
+        """Plain values, without options, rank and adapters where there are none: as before there were any."""
         values = dataclasses.asdict(self)
-        options = values.pop("options")
+        options, adapter = values.pop("options"), values.pop("adapter")
         if self.rank is None:
             del values["rank"]
         numbers = [[name, float(number)] for name, number in options]  # as a file that is read gives them
-        return values | ({"options": numbers} if options else {})
+        return values | ({"options": numbers} if options else {}) | ({"adapter": adapter} if adapter else {})
+
+    @property
+    def base(self) -> Architecture:
+        """The same without adapters: what a folder of merged weights holds."""
+        return dataclasses.replace(self, adapter=None)
 
     def option(self, name: str, usual: float) -> float:
         """A number that only its family has."""

@@ -2,7 +2,9 @@
 
 ===================  ==============================================================================
 lr                   min(3e-3, 0.8 / width): Adam's stable rate falls as one over the width. A
-                     tenth of it when starting from trained weights, so that they are not unlearned. The same for
+                     tenth of it when starting from trained weights, so that they are not unlearned, but for adapters,
+                     whose best rate is about ten times that of all weights (Biderman et al. 2024, arXiv
+                     2405.09673). The same for
                      Muon, whose updates are scaled to the size of AdamW's (arXiv 2502.16982). Divided by
                      low_rank_scale for GaLore and Fira, whose matrices move by that factor of it.
 warmup_steps         a twentieth of the run, at most 2,000, at least 1.
@@ -37,7 +39,9 @@ def decide_lr(config: Config, architecture: Architecture) -> Decision:
     """The highest learning rate of the run."""
     lr = min(3e-3, 0.8 / architecture.width)
     reason = f"min(3e-3, 0.8 / width {architecture.width:,})"
-    if config.model.weights is not None and not config.optimizer.from_weights:
+    if config.adapter.rank:
+        reason += ", ten times that of all weights: adapters begin with nothing added"
+    elif config.model.weights is not None and not config.optimizer.from_weights:
         lr, reason = lr / 10, f"a tenth of {reason}, from trained weights"
     if config.optimizer.name == "muon":
         reason += ", as AdamW's, to whose size Muon's updates are scaled"

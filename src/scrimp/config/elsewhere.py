@@ -35,7 +35,6 @@ def _none(note: str, names: str) -> dict[str, Answer]:
     return dict.fromkeys(names.split(), Answer(None, note))
 
 
-_ALL_WEIGHTS = "leave it out: all weights are trained"
 _LOGS = "leave it out: metrics.jsonl and TensorBoard's files in the run folder have every step"
 
 _ANSWERS: dict[str, Answer] = {
@@ -163,11 +162,15 @@ _ANSWERS: dict[str, Answer] = {
         "pp_size pipeline_parallel_degree pipeline_model_parallel_size",
         note="ranks of a pipeline",
     ),
-    **_none(
-        _ALL_WEIGHTS,
-        "adapter lora peft use_peft lora_r lora_alpha lora_dropout lora_target_modules load_in_4bit "
-        "load_in_8bit qlora",
+    **_named(
+        "adapter.rank",
+        "adapter lora peft use_peft lora_r lora_rank",
+        note="rank of the adapters beside the weights of model.weights",
     ),
+    **_named("adapter.alpha", "lora_alpha"),
+    **_named("adapter.targets", "lora_target_modules target_modules", note="layers by Scrimp's names"),
+    **_none("leave it out: adapters have no dropout", "lora_dropout"),
+    **_none("leave it out: frozen weights are bf16, and no less", "load_in_4bit load_in_8bit qlora"),
     **_none(
         "leave it out: attention runs in the fastest kernel that there is",
         "flash_attention flash_attn use_flash_attn attn_implementation sdp_attention xformers_attention",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from scrimp.config.adapter import adapter_of
 from scrimp.config.architecture import Architecture
 from scrimp.config.experts import with_capacity
 from scrimp.config.presets import preset
@@ -28,7 +29,7 @@ def base_architecture(config: Config, weights: Architecture | None) -> Architect
     sizes = {name: size for name, size in given.items() if size is not None}
     if weights is not None:
         _check_against_weights(sizes, weights, config.model)
-        weights = _with_kind(weights, config.model)
+        weights = replace(_with_kind(weights, config.model), adapter=adapter_of(config))
         return with_capacity(replace(weights, **sizes), config.model.capacity_factor)
     base = preset(config.model.preset)
     if config.model.kind is not None:

@@ -85,7 +85,7 @@ def check_optimizer(config: Config) -> None:
             got=f"optimizer.rank {settings.rank:,}",
             do="leave optimizer.rank out, or set --optimizer.name galore or fira",
         )
-    if config.train.parameters == "bf16" and not settings.master_weights and not facts.rounds:
+    if config.trained_format == "bf16" and not settings.master_weights and not facts.rounds:
         raise ConfigError(
             f"optimizer {name} needs master weights beside bf16 parameters",
             got="optimizer.master_weights false",

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 
 from scrimp.config import batches, cadence, pipeline, snip
 from scrimp.config.activations import check_memory
+from scrimp.config.adapter import check_adapter
 from scrimp.config.architecture import Architecture
 from scrimp.config.axis_backends import check_backends
 from scrimp.config.experts import check_experts
@@ -133,20 +134,22 @@ def _with_formats(config: Config, decide: Decide) -> Config:
             config = decide(config, "budget.fp4_flops", snip.decide_share)
         snip.check_candidates(config)
     config = decide(config, "train.parameters", lambda: _parameters(config))
-    config = decide(config, "optimizer.master_weights", lambda: _master_weights(config.train.parameters))
+    config = decide(config, "optimizer.master_weights", lambda: _master_weights(config))
     config = decide(config, "optimizer.moments", lambda: _moments(config))
     _check_formats(config)
     check_optimizer(config)
     check_beside_layout(config)
+    check_adapter(config)
     return config
 
 
 def _with_homes(config: Config, decide: Decide) -> Config:
     """Where states live, of an optimizer that can update on the device alone."""
-    stays = f"optimizer {config.optimizer.name}" if not facts_of(config.optimizer.name).on_host else ""
-    stays = "the outer optimizer" if config.outer.every else stays
-    if stays:
-        on_device = "device", f"{stays} updates on the device"
+    why = f"optimizer {config.optimizer.name} updates" if not facts_of(config.optimizer.name).on_host else ""
+    why = "the outer optimizer updates" if config.outer.every else why
+    why = "adapters are trained" if config.adapter.rank else why
+    if why:
+        on_device = "device", f"{why} on the device"
         for key in ("memory.weights", "memory.gradients", "memory.optimizer"):
             config = decide(config, key, lambda: on_device)
     return config
@@ -220,14 +223,16 @@ def _parameters(config: Config) -> Decision:
     return rules.compute, f"the working format beside {rules.base}, {rules.compute}"
 
 
-def _master_weights(parameters: str) -> Decision:
-    if parameters == "bf16":
+def _master_weights(config: Config) -> Decision:
+    if config.adapter.rank:
+        return False, "adapters are fp32 themselves"
+    if config.train.parameters == "bf16":
         return True, "bf16 parameters lose updates smaller than 1/256 of their value"
     return False, "the parameters are fp32 themselves"
 
 
 def _moments(config: Config) -> Decision:
-    if config.train.parameters == "bf16" and config.optimizer.master_weights is False:
+    if config.trained_format == "bf16" and config.optimizer.master_weights is False:
         return "bf16", "as fine as the bf16 parameters that they move"
     return "fp32", "as fine as the fp32 weights that they move"
 

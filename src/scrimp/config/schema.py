@@ -125,6 +125,20 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """LoRA: weights stay as they are in model.weights, and small matrices beside them are trained."""
+
+    rank: int = 0
+    """Rank r of the adapters, x A^T B^T with A of r rows, beside each of the linear layers; 0: none, every weight is
+    trained."""
+    alpha: float | None = None
+    """What they add is multiplied by alpha / rank. Unset: 2 rank."""
+    targets: str = "all"
+    """Linear layers of the blocks that get one, separated by commas, such as attention.qkv,attention.out. all: every
+    one, but never the head."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The steps of a run, and what each one trains on."""
 
@@ -138,7 +152,8 @@ class TrainConfig:
     """Sequences per forward pass, a divisor of the batch's sequences. Unset: as many as keep
     a forward pass efficient without holding more activations than needed."""
     parameters: ParameterType = "auto"
-    """Format of the trained parameters. auto: the precision's own."""
+    """Format of the parameters; of adapters, that of the weights that stay as they are: adapters are fp32. auto: the
+    precision's own."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at once; 0 computes all at once. Unset: 0 if they fit into 64 MiB
     (512 MiB on CUDA), else the power of two that does."""
@@ -412,6 +427,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -442,6 +458,11 @@ class Config:
         """`precision`, read; of snip, what a run begins with."""
         rules = parse_rules(self.precision)
         return rules.with_base(self.snip.start) if rules.is_planned else rules
+
+    @property
+    def trained_format(self) -> ParameterType:
+        """Format of what is trained: the parameters', or of adapters fp32."""
+        return "fp32" if self.adapter.rank else self.train.parameters
 
     @property
     def is_planned(self) -> bool:

@@ -76,6 +76,8 @@ RANGES: dict[str, Range] = {
     "model.num_kv_heads": _COUNT,
     "model.ffn_width": _COUNT,
     "model.rank": _COUNT,
+    "adapter.rank": Range(0, 2**16),
+    "adapter.alpha": Range(0, 10**6, above=True),
     "train.steps": _COUNT,
     "train.sequence": _TOKENS,
     "model.capacity_factor": Range(0, 2**16, above=True),

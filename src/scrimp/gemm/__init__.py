@@ -5,6 +5,7 @@
 low-precision kernels, and Triton's; which one is decided by what works and is fastest on the device.
 """
 
+from scrimp.gemm.adapted import AdaptedLinear, adapt, merged
 from scrimp.gemm.backends import Backend
 from scrimp.gemm.clock import Clock
 from scrimp.gemm.convert import PlannedModel, swap_in
@@ -21,6 +22,7 @@ from scrimp.gemm.select import Recorded, backends_for, refuse_unrunnable
 from scrimp.precision import LinearPrecision
 
 __all__ = [
+    "AdaptedLinear",
     "Backend",
     "BackendChooser",
     "Clock",
@@ -33,6 +35,7 @@ __all__ = [
     "PlannedLinear",
     "PlannedModel",
     "Recorded",
+    "adapt",
     "backends_for",
     "changed_gemms",
     "compute_dtype",
@@ -42,6 +45,7 @@ __all__ = [
     "is_running_again",
     "is_transposed",
     "linear_modules",
+    "merged",
     "observing",
     "planned_linear",
     "recomputed",

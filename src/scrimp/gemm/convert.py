@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from scrimp.errors import ModelError, PlanError
+from scrimp.gemm.adapted import AdaptedLinear, PlannedAdapted
 from scrimp.gemm.clock import Clock
 from scrimp.gemm.fingerprints import Fingerprints, changed_gemms
 from scrimp.gemm.grouped import GroupedLinear
@@ -259,6 +260,8 @@ def _planned_class(layer: nn.Module) -> type:
             planned = PlannedGrouped
         if isinstance(layer, SplitLinear):
             planned = PlannedSplit
+        if isinstance(layer, AdaptedLinear):
+            planned = PlannedAdapted
         bases = (PlannedLinear,) if original is nn.Linear else (planned, original)
         _CLASSES[original] = type(f"Planned{original.__name__}", bases, {"__scrimp_original__": original})
     return _CLASSES[original]

@@ -14,6 +14,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from scrimp.gemm.adapted import AdaptedLinear
 from scrimp.gemm.grouped import GroupedLinear
 from scrimp.gemm.split_linear import SplitLinear
 
@@ -53,7 +54,7 @@ def has_own_forward(layer: nn.Module) -> bool:
     keep a plan out: another library may have given this one object a forward."""
     kind = _conv1d() if is_transposed(layer) else GroupedLinear
     kind = nn.Linear if isinstance(layer, nn.Linear) else kind
-    known = (cast(type[nn.Module], kind).forward, SplitLinear.forward)
+    known = (cast(type[nn.Module], kind).forward, SplitLinear.forward, AdaptedLinear.forward)
     return "forward" in vars(layer) or type(layer).forward not in known
 
 

@@ -9,7 +9,8 @@ Method   Each parameter draws from its own generator, seeded by SHA-256 of (seed
          Matrices: normal(0, 0.02), as transformers does for all four families; both factors of a product of rank r:
          normal(0, s) with s^2 = 0.02 / sqrt(r), so that B A, whose numbers are sums of r products, has the variance
          r s^4 = 0.02^2 of a matrix;
-         norm weights: 1, with their offset; biases: 0.
+         norm weights: 1, with their offset; biases: 0;
+         of adapters A: uniform on +- 1 / sqrt(in), as peft draws it; B: 0, so that nothing is added at first.
 Checked  tests/models/test_initialise.py
 """
 
@@ -37,25 +38,25 @@ def parameter_seed(seed: int, name: str) -> int:
 
 @torch.no_grad()
 def initialise(model: Model, seed: int) -> None:
-    """Fill every parameter in place.
+    """Fill every parameter that is trained, in place: all, or adapters, whose base has its weights from elsewhere.
 
     Args:
         model: its parameters must have storage (not on the meta device).
         seed: the run's seed.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.trained().items():
         part = part_of(parameter)
         value = initial_value(name, part.shape, seed)
         for box in part.boxes():
             box.local.copy_(value[box.place])
     for module in model.modules():
-        if isinstance(module, RMSNorm) and module.offset:
+        if isinstance(module, RMSNorm) and module.offset and module.weight.requires_grad:
             part_of(module.weight).local.fill_(1.0 - module.offset)
 
 
 def initial_value(name: str, shape: Sequence[int], seed: int) -> Tensor:
     """One parameter's first value, in float32 on the CPU."""
-    if name.endswith("bias"):
+    if name.endswith(("bias", ".lora_b")):
         return torch.zeros(tuple(shape))
     if len(shape) == 1:
         return torch.ones(tuple(shape))
@@ -64,4 +65,7 @@ def initial_value(name: str, shape: Sequence[int], seed: int) -> Tensor:
     if rank is not None:
         deviation = math.sqrt(STANDARD_DEVIATION / math.sqrt(rank))
     generator = torch.Generator().manual_seed(parameter_seed(seed, name))
+    if name.endswith(".lora_a"):
+        bound = shape[1] ** -0.5
+        return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
     return torch.empty(tuple(shape)).normal_(0.0, deviation, generator=generator)

@@ -9,6 +9,8 @@ Precision   The residual stream keeps the embedding's type: float32 under autoca
             Norms compute in float32 and hand the GEMMs their type.
 Documents   Rows may hold several documents; see attention.py. Blocks whose attention is alike share one layout, which
             is prepared once per forward pass.
+Adapters    An architecture with `adapter` gives layers of blocks adapters (`scrimp.gemm.adapted`). These alone need
+            gradients then: what trains, `requires_grad` of a parameter says, and `trained` gives.
 Checked     tests/models/test_decoder.py: logits and gradients against a float64 reference.
 
 Shapes: B rows, T tokens, D width, V vocabulary.
@@ -28,7 +30,7 @@ from torch import Tensor, nn
 
 from scrimp.config.architecture import Architecture
 from scrimp.errors import ModelError
-from scrimp.gemm import PlannedLayer, compute_dtype
+from scrimp.gemm import PlannedLayer, adapt, compute_dtype
 from scrimp.models.attention import AttentionLayout
 from scrimp.models.blocks import Block, Embedding, Linear, Place, with_factors
 from scrimp.models.context_parallel import ContextParallel
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from scrimp.models.tensor_ranks import TensorRanks
 
 Layouts = Mapping[AttentionSpec, AttentionLayout]
+ADAPTER = (".lora_a", ".lora_b")
+"""Ends of the names of adapters' matrices."""
 
 
 class BlockRunner(Protocol):
@@ -125,6 +129,9 @@ class Model(nn.Module):
             self.final_norm = spec.build_norm(place)
             if not a.tied_embeddings:
                 self.head = Linear(a.width, a.vocab_size, bias=False, device=place.device, dtype=place.dtype)
+        if a.adapter is not None:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(name.endswith(ADAPTER))
         self.stage: StagePass | None = None
         """What the next forward pass runs; None: all."""
         self.run_block: BlockRunner | None = None
@@ -140,6 +147,14 @@ class Model(nn.Module):
     def architecture(self) -> Architecture:
         """Its sizes and switches."""
         return self.spec.architecture
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained, by name: those here that are not frozen."""
+        return {name: one for name, one in self.named_parameters() if one.requires_grad}
+
+    def of_base(self) -> dict[str, nn.Parameter]:
+        """The parameters that the model has without adapters too, by name."""
+        return {name: one for name, one in self.named_parameters() if not name.endswith(ADAPTER)}
 
     def has_here(self, parameter: str) -> bool:
         """Whether this process has a parameter of the whole model, by its name."""
@@ -284,9 +299,15 @@ class Model(nn.Module):
 
 
 def _built(spec: ModelSpec, number: int, place: Place) -> Block:
-    """A block as it is trained."""
-    block, rank = spec.build_block(number, place), spec.architecture.rank
-    return block if rank is None else with_factors(block, spec.block(number).linears, rank, place)
+    """A block as it is trained: of factors, or with adapters."""
+    block, a = spec.build_block(number, place), spec.architecture
+    if a.rank is not None:
+        return with_factors(block, spec.block(number).linears, a.rank, place)
+    for linear in spec.blocks[number].linears if a.adapter else ():
+        if a.adapter and linear.rank:
+            layer = cast(nn.Linear, block.get_submodule(linear.name))
+            adapt(layer, linear.rank, linear.stacked, a.adapter.scale)
+    return block
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ Factors  Where `Architecture.rank` says so, a layer W is trained as a product B 
 Experts  A block may have layers of which each token meets only some: a `LinearSpec` with `experts` is as many matrices,
          one below the other, and runs as one grouped product (`scrimp.gemm.grouped`). How tokens choose, the model's
          `RoutingSpec` says.
+Adapters Where the architecture has them (`Architecture.adapter`), weights are frozen, and linear layers with a `rank`
+         have two matrices beside theirs, which are trained. Then not all GEMMs run: `ModelSpec.gemms` says which do.
 Limits   Layers of the same name have the same shape in every block: a plan records one back end for each name.
 Checked  tests/models/test_spec.py: against the parameters and the linear layers of the modules themselves.
 
@@ -30,14 +32,14 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from scrimp.config.activations import LEVELS
 from scrimp.config.architecture import Architecture, RopeScaling
-from scrimp.errors import ModelError
-from scrimp.precision import HEAD, InputOrigin, Split
+from scrimp.errors import ConfigError, ModelError
+from scrimp.precision import GEMMS, HEAD, InputOrigin, Split
 
 if TYPE_CHECKING:
     from scrimp.models.blocks import Block, Place, RMSNorm
@@ -78,6 +80,13 @@ class LinearSpec:
     cut: Split | None = None
     """What ranks that share the layer have their part of: outputs, of each layer that is stacked in it, or inputs.
     None: each of them runs all of it on its own tokens."""
+    rank: int = 0
+    """Rank of its adapter, or of that of each layer that is stacked in it; 0: none."""
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Elements of A and B, of all layers that are stacked in it."""
+        return self.rank * (len(self.stacked) * self.inputs + self.outputs)
 
     @property
     def parameters(self) -> int:
@@ -254,7 +263,12 @@ class BlockSpec:
     @cached_property
     def parameters(self) -> int:
         """All of its parameters."""
-        return sum(one.parameters for one in self.layers)
+        return sum(one.parameters for one in self.layers) + self.adapter_parameters
+
+    @cached_property
+    def adapter_parameters(self) -> int:
+        """Those of its adapters."""
+        return sum(linear.adapter_parameters for linear in self.linears)
 
     @cached_property
     def routed_parameters(self) -> int:
@@ -337,10 +351,48 @@ class ModelSpec(ABC):
     def blocks(self) -> tuple[BlockSpec, ...]:
         """All of them, in order, as they are trained."""
         found, rank = tuple(self.block(index) for index in range(self.num_blocks)), self.architecture.rank
-        if rank is None:
-            return found
-        factored = {one: one.factored(rank) for one in dict.fromkeys(found)}
-        return tuple(factored[one] for one in found)
+        of = {one: self._adapted(one) if rank is None else one.factored(rank) for one in dict.fromkeys(found)}
+        return tuple(of[one] for one in found)
+
+    def _adapted(self, block: BlockSpec) -> BlockSpec:
+        adapter = self.architecture.adapter
+        if adapter is None:
+            return block
+        return replace(
+            block,
+            layers=tuple(
+                replace(one, rank=adapter.rank)
+                if isinstance(one, LinearSpec) and adapter.has(one.name)
+                else one
+                for one in block.layers
+            ),
+        )
+
+    def check_adapter(self) -> None:
+        """Refuse adapters of layers that are not there, or that have experts.
+
+        Raises:
+            ConfigError: with the names that there are.
+        """
+        adapter = self.architecture.adapter
+        if adapter is None:
+            return
+        if self.architecture.rank is not None:
+            raise ConfigError(
+                "adapters are not carried out beside layers of low rank yet",
+                got=f"adapter.rank {adapter.rank}, and a base of model.rank {self.architecture.rank}",
+                do="export the base, which multiplies its factors out, and name that folder with --model.weights",
+            )
+        in_blocks = {name: linear for name, linear in self.shapes.items() if name != HEAD}
+        fit = [name for name, linear in in_blocks.items() if linear.experts == 1]
+        unfit = [name for name in adapter.names or in_blocks if name not in fit]
+        if unfit:
+            raise ConfigError(
+                "adapter.targets names layers that cannot have adapters",
+                got=", ".join(f"{name}, of experts" if name in in_blocks else name for name in unfit),
+                expected=f"linear layers of a block: {', '.join(fit)}",
+                do=f"set --adapter.targets {','.join(fit)}, or fewer of them",
+            )
 
     @cached_property
     def equal_blocks(self) -> dict[BlockSpec, int]:
@@ -352,9 +404,19 @@ class ModelSpec(ABC):
         """The layer that gives the logits."""
         return LinearSpec(HEAD, self.architecture.vocab_size, self.architecture.width, cut="outputs")
 
+    @cached_property
+    def adapter_parameters(self) -> int:
+        """Those of all adapters."""
+        return sum(block.adapter_parameters for block in self.blocks)
+
+    @property
+    def trained_parameters(self) -> int:
+        """Those that are trained: all, or the adapters'."""
+        return self.parameters if self.architecture.adapter is None else self.adapter_parameters
+
     @property
     def parameters(self) -> int:
-        """All trained parameters: embedding, blocks, final norm, and the head unless it is the embedding."""
+        """All parameters: embedding, blocks, final norm, and the head unless it is the embedding."""
         matrices = self.head.parameters * (1 if self.architecture.tied_embeddings else 2)
         return matrices + sum(block.parameters for block in self.blocks) + self.architecture.width
 
@@ -367,6 +429,28 @@ class ModelSpec(ABC):
             for linear in block.linears:
                 yield full_name(index, linear.name), linear
         yield HEAD, self.head
+
+    @cached_property
+    def gemms(self) -> dict[str, tuple[str, ...]]:
+        """Which of their GEMMs linear layers run, by their names in a plan.
+
+        Frozen weights have no wgrad. Up to the first adapter nothing before it is trained: no input needs a gradient.
+        """
+        if self.architecture.adapter is None:
+            return dict.fromkeys(self.layers(), GEMMS)
+        found: dict[str, tuple[str, ...]] = {}
+        needs_gradient = False
+        for name, linear in self.layers().items():
+            found[name] = ("fprop", "dgrad") if needs_gradient else ("fprop",)
+            needs_gradient |= linear.rank > 0
+        return found
+
+    def adapter_products(self, layer: str) -> int:
+        """Products that the adapter of a layer, by its name in a plan, runs for the tokens of a pass and its gradients:
+        that of A for all that is stacked, those of B for each."""
+        products = 1 + len(self.linear(layer).stacked)
+        # Where the input needs no gradient, A makes none.
+        return 3 * products - ("dgrad" not in self.gemms[layer])
 
     @cached_property
     def origins(self) -> dict[str, InputOrigin]:

@@ -76,7 +76,7 @@ def memory_of(config: ResolvedConfig, architecture: Architecture) -> OptimizerMe
     if has_experts(architecture) and not is_code(name):  # which lie on all ranks of a stage
         ranks = layout.ranks // layout.pp
     found: OptimizerMemory = _module(config.optimizer).memory(
-        architecture, config.optimizer, config.train.parameters, ranks=ranks
+        architecture, config.optimizer, config.trained_format, ranks=ranks
     )
     return found
 

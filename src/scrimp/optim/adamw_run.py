@@ -30,7 +30,7 @@ from scrimp.runtime import Executable
 
 def build(executable: Executable, settings: OptimizerConfig, *, seed: int) -> AdamW:
     """With states on the host where the plan has them there."""
-    parameters, host = dict(executable.model.named_parameters()), executable.host
+    parameters, host = executable.model.trained(), executable.host
     if host is None:
         return AdamW(parameters, settings, seed=seed)
     homes = Homes(

@@ -67,7 +67,7 @@ def build(executable: Executable, settings: OptimizerConfig, *, seed: int) -> Ga
     # A map has one owner in each copy of the model, but among experts one of all copies.
     is_writer = mesh.is_trivial or mesh.copy == 0 or has_experts(model.spec.architecture)
     return GaLore(
-        dict(model.named_parameters()),
+        model.trained(),
         settings,
         model.spec,
         seed=seed,

@@ -61,7 +61,7 @@ RATE = "match_rms_adamw"
 def build(executable: Executable, settings: OptimizerConfig, *, seed: int) -> Muon:
     """Muon of a run: all of it on the device."""
     model = executable.model
-    parameters = dict(model.named_parameters())
+    parameters = model.trained()
     return Muon(parameters, settings, model.spec, seed=seed, group=sharing_group(executable))
 
 

@@ -36,7 +36,7 @@ from scrimp.statistics import UpdateRule
 
 def build(executable: Executable, settings: OptimizerConfig, *, seed: int) -> NAdamW:
     """NAdamW of a run: all of it on the device."""
-    return NAdamW(dict(executable.model.named_parameters()), settings, seed=seed)
+    return NAdamW(executable.model.trained(), settings, seed=seed)
 
 
 def memory(

@@ -48,7 +48,7 @@ KEY = "optimizer.name"
 
 def build(executable: Executable, settings: OptimizerConfig, *, seed: int) -> OwnOptimizer:
     """The user's optimizer of a run: all of it on the device."""
-    return OwnOptimizer(dict(executable.model.named_parameters()), settings, seed=seed)
+    return OwnOptimizer(executable.model.trained(), settings, seed=seed)
 
 
 def memory(

@@ -16,6 +16,8 @@ Method   With P_b the parameters of all blocks and P those of the model, w bytes
              fsdp, cp     m (2 L - L_s + 1) + r (L + 1)                     dp beside shards   r (L + 1)
              tp           2 m (4 L + 2)
 
+         Beside frozen weights P is everything where it is gathered, and the adapters where it is reduced, in r L
+         collectives.
          P_s and L_s of blocks whose weights stay gathered (`layout.gathered`; all below zero 3), r = m reductions in a
          step (zero 1, and whole copies: one).
 Limits   What recomputation exchanges again does not count, nor sums of norms and losses, nor key heads that Ulysses
@@ -29,7 +31,7 @@ from __future__ import annotations
 from scrimp.config.gathered import gathered_blocks
 from scrimp.config.layout import AXES
 from scrimp.config.resolved import ResolvedConfig, ResolvedLayout
-from scrimp.models import ModelSpec
+from scrimp.models import BlockSpec, ModelSpec
 from scrimp.planner.rank_placement import AxisTraffic
 
 REDUCED_BYTES = 4
@@ -46,7 +48,9 @@ def traffic_of(spec: ModelSpec, config: ResolvedConfig) -> list[AxisTraffic]:
     """What each rank sends in a step, by the formulas above; nothing where an axis has one rank."""
     layout, units = config.layout, spec.num_blocks + 1
     gathers = units + spec.num_blocks - len(gathered_blocks(layout, spec.num_blocks))
-    reductions = _reductions(config) * units
+    # Units without anything that is trained reduce nothing: all but the blocks beside adapters.
+    reducing = units if spec.architecture.adapter is None else spec.num_blocks
+    reductions = _reductions(config) * reducing
     calls = config.micro_batches * gathers + reductions
     in_layers = 2 * config.micro_batches * (4 * spec.num_blocks + 2)
     found = [
@@ -62,17 +66,22 @@ def traffic_of(spec: ModelSpec, config: ResolvedConfig) -> list[AxisTraffic]:
 
 
 def _gathered_and_reduced(spec: ModelSpec, config: ResolvedConfig) -> float:
-    layout, blocks = config.layout, sum(block.parameters for block in spec.blocks)
-    stay = sum(spec.blocks[number].parameters for number in gathered_blocks(layout, spec.num_blocks))
-    gathered = config.micro_batches * (blocks - stay + spec.parameters)
-    weights = gathered * NUMBER_BYTES[config.train.parameters]
-    gradients = REDUCED_BYTES * _reductions(config) * spec.parameters
+    layout = config.layout
+    stay = gathered_blocks(layout, spec.num_blocks)
+    own, adapter = NUMBER_BYTES[config.train.parameters], NUMBER_BYTES[config.trained_format]
+
+    def weights_of(one: BlockSpec | ModelSpec) -> int:
+        return (one.parameters - one.adapter_parameters) * own + one.adapter_parameters * adapter
+
+    again = sum(weights_of(block) for number, block in enumerate(spec.blocks) if number not in stay)
+    weights = config.micro_batches * (again + weights_of(spec))
+    gradients = REDUCED_BYTES * _reductions(config) * spec.trained_parameters
     return (weights + gradients) / layout.tp * _ring(layout.shards)
 
 
 def _summed_over_copies(spec: ModelSpec, config: ResolvedConfig) -> float:
     layout = config.layout
-    part = spec.parameters / (layout.tp * layout.shards)
+    part = spec.trained_parameters / (layout.tp * layout.shards)
     return 2 * REDUCED_BYTES * _reductions(config) * part * _ring(layout.dp)
 
 

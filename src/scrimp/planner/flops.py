@@ -10,6 +10,8 @@ Method   Matrices cost 2 FLOPs per weight and token forward, 4 backward; the emb
              full    6 N_mm + 12 L A s       (PaLM, TorchTitan)
              causal  6 N_mm +  6 L A s       (Megatron-Bridge, LLMQ): half the scores are masked
 
+         Of frozen weights beside adapters (`ModelSpec.gemms`) each GEMM that runs counts 2 N alone; adapters, of
+         N_a elements, count 6 N_a.
          A sliding window w < s replaces s by w (full) and s/2 by w - w^2 / 2s (causal), in the
          blocks that have one.
          MFU is causal FLOPs per second over the device's BF16 peak. The speed of light (SOL)
@@ -124,19 +126,30 @@ def peak_of_recipe(peaks: Peaks, name: str) -> float:
 
 def count_flops(spec: ModelSpec, sequence: int) -> Flops:
     """FLOPs per trained token of a model at one sequence length (tokens)."""
-    matrices, causal, full = 0, 0.0, 0.0
+    causal, full = 0.0, 0.0
     for block, count in spec.equal_blocks.items():
-        matrices += count * block.parameters_per_token
         causal_keys, all_keys = block.attention.keys(sequence)
         per_key = 12.0 * count * block.attention.width
         causal += per_key * causal_keys
         full += per_key * all_keys
+    matrices, head = _of_matrices(spec)
     return Flops(
-        blocks=6.0 * matrices,
-        head=6.0 * spec.head.parameters,
+        blocks=matrices,
+        head=head,
         attention_causal=causal,
         attention_full=full,
     )
+
+
+def _of_matrices(spec: ModelSpec) -> tuple[float, float]:
+    """FLOPs per token of the blocks' matrices, and of the head."""
+    if spec.architecture.adapter is None:
+        blocks = sum(count * block.parameters_per_token for block, count in spec.equal_blocks.items())
+        return 6.0 * blocks, 6.0 * spec.head.parameters
+    found = dict.fromkeys((HEAD, ""), 0.0)
+    for layer, linear in spec.layers().items():
+        found[HEAD if layer == HEAD else ""] += 2.0 * len(spec.gemms[layer]) * linear.parameters_per_token
+    return found[""] + 6.0 * spec.adapter_parameters, found[HEAD]
 
 
 def ideal_seconds_per_token(
@@ -150,17 +163,18 @@ def ideal_seconds_per_token(
 
     Args:
         gemms: layer name (``blocks.0.mlp.down``, ``head``) to its formats, as in a plan.
-        compute: working format, which attention runs in: fp32 or bf16. None: fp32 where the head's
+        compute: working format, which attention and adapters run in: fp32 or bf16. None: fp32 where the head's
             fprop is, as in every plan whose rules leave the head alone.
     """
     flops = count_flops(spec, sequence)
     seconds = 0.0
     for layer, formats in gemms.items():
         size = 2.0 * spec.linear(layer).parameters_per_token
-        seconds += sum(size / peak_of_recipe(peaks, recipe) for recipe in formats.recipes)
+        ran = (formats.gemm(gemm) for gemm in spec.gemms[layer])
+        seconds += sum(size / peak_of_recipe(peaks, recipe) for recipe in ran)
     head = gemms.get(HEAD, LinearPrecision.of("bf16"))
-    attention = compute or ("fp32" if head.fprop == "fp32" else "bf16")
-    return seconds + flops.attention_causal / peaks[attention]
+    working = compute or ("fp32" if head.fprop == "fp32" else "bf16")
+    return seconds + (flops.attention_causal + 6.0 * spec.adapter_parameters) / peaks[working]
 
 
 def mfu(flops_per_token: float, tokens_per_s: float, peaks: Peaks) -> float:

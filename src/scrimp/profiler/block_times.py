@@ -202,6 +202,8 @@ class _Bench:
                 sums = self.timed.objective.loss(self.model, batch, chunk=self.timed.loss_chunk)
             torch.autograd.backward(sums.total / self.tokens.numel())
 
+        # Of a frozen embedding too: what blocks give the head needs a gradient.
+        self.model.embedding.register_forward_hook(lambda module, given, x: x.requires_grad_())
         with gradients_of(self.model, self._sums, exist=True):
             seconds = [seconds_of(once, self.device) for _ in range(self.rounds + 1)]
         return statistics.median(seconds[1:])  # the first warms up

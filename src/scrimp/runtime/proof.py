@@ -6,7 +6,9 @@ Method   Before training: one forward and backward pass over a few tokens, twice
 
          kinds and counts   a dispatch mode sees every matrix product after autograd and autocast have had
                             their say, and planned GEMMs report themselves. Both must equal the plan: three
-                            per linear layer (fprop, dgrad, wgrad), in their formats.
+                            per linear layer (fprop, dgrad, wgrad), in their formats. Of a model with adapters
+                            frozen weights have no wgrad, and the adapters' products run in the working format
+                            (`ModelSpec.gemms`, `adapter_products`).
          fingerprints       of every layer's three GEMMs: its numbers are those of its format
                             (`scrimp.gemm.fingerprints`).
 
@@ -43,10 +45,12 @@ from scrimp.gemm import (
     observing,
     without_witnesses,
 )
+from scrimp.gemm.fingerprints import Gemm
 from scrimp.gemm.problem import DTYPE_NAMES
+from scrimp.models import ModelSpec
 from scrimp.models.model import Model
 from scrimp.planner import Plan
-from scrimp.precision import GEMMS, LinearPrecision
+from scrimp.precision import LinearPrecision
 from scrimp.runtime.execute import HEAD, PLANNED_PROBE_TOKENS, Executable
 
 _SECOND = {"addmm", "addmm_", "_addmm_activation", "grouped_product"}
@@ -88,6 +92,7 @@ class StepCount:
         self,
         plan: Plan,
         compute: str,
+        spec: ModelSpec,
         *,
         micro_batches: int,
         head_passes: int,
@@ -97,6 +102,7 @@ class StepCount:
 
         Args:
             compute: the working format; layers that run in it alone may go their own way, uncounted.
+            spec: what the model is.
             head_passes: how often the loss of the whole step runs the head (`Objective.head_passes`).
             may_idle: layers of which fewer may run (`idle_layers`).
 
@@ -104,7 +110,7 @@ class StepCount:
             TrainingError: the GEMMs that ran are not those of the plan.
         """
         expected: Counts = Counter()
-        for (layer, gemm, recipe), number in expected_products(plan, compute).items():
+        for (layer, gemm, recipe), number in expected_products(plan, compute, spec).items():
             if layer != "plain":
                 expected[layer, gemm, recipe] = number * (head_passes if layer == HEAD else micro_batches)
         expected = as_far_as_tokens_come(expected, self.counts, may_idle)
@@ -115,12 +121,14 @@ class StepCount:
         _compare(ran, expected, "of the first step ")
 
 
-def expected_products(plan: Plan, compute: str) -> Counts:
+def expected_products(plan: Plan, compute: str, spec: ModelSpec) -> Counts:
     """The GEMMs of one forward and backward pass over one chunk of tokens."""
     counts: Counts = Counter()
     for layer, choice in plan.gemms.items():
         is_plain = choice == LinearPrecision.of(compute)
-        for gemm in GEMMS:
+        if spec.linear(layer).rank:
+            counts["plain", "", compute] += spec.adapter_products(layer)
+        for gemm in spec.gemms[layer]:
             counts[("plain", "", choice.gemm(gemm)) if is_plain else (layer, gemm, choice.gemm(gemm))] += 1
     return counts
 
@@ -152,7 +160,8 @@ def prove(executable: Executable, plan: Plan) -> None:
     # In one chunk, whatever the run's is: every chunk would add three products of the head.
     # A few tokens, but of a tiny run they may be more than its own micro-batches have.
     probed = dataclasses.replace(executable, loss_chunk=0, most_tokens=0, longest=0)
-    planned, fingerprints = StepCount(), Fingerprints(_quantized(plan, executable.precision))
+    spec, quantized = executable.model.spec, _quantized(plan, executable.precision)
+    planned, fingerprints = StepCount(), Fingerprints(quantized, _running(changed_gemms({}, quantized), spec))
     # Witnesses wait for the first step, with its own data, and compiled. Every rank probes whole rows.
     with (
         _whole_rows(executable.model),
@@ -163,9 +172,14 @@ def prove(executable: Executable, plan: Plan) -> None:
     ):
         _probe(probed, Batch.of(tokens_BT, tokens_BT))
     executable.model.zero_grad(set_to_none=True)
-    ran, expected = counter.counts + planned.counts, expected_products(plan, executable.precision)
+    ran, expected = counter.counts + planned.counts, expected_products(plan, executable.precision, spec)
     _compare(ran, as_far_as_tokens_come(expected, ran, idle_layers(executable, plan)), "")
     fingerprints.check()
+
+
+def _running(gemms: Collection[Gemm], spec: ModelSpec) -> set[Gemm]:
+    """Those that run at all."""
+    return {(layer, gemm) for layer, gemm in gemms if gemm in spec.gemms[layer]}
 
 
 def _probe(probed: Executable, batch: Batch) -> None:
@@ -204,7 +218,7 @@ class StepProof:
         """
         assert executable.planned is not None
         plan = executable.gemms_here(plan)
-        self._plan, self._compute = plan, executable.precision
+        self._plan, self._compute, self._spec = plan, executable.precision, executable.model.spec
         self._may_idle = idle_layers(executable, plan)
         layers: dict[str, PlannedLayer] = dict(executable.planned.layers)
         if executable.model.planned_head is not None:
@@ -213,7 +227,7 @@ class StepProof:
         changed = changed_gemms({} if before is None else before.gemms, precisions)
         if last is not None:
             changed |= last.give_up()
-        self._fingerprints = Fingerprints(precisions, changed)
+        self._fingerprints = Fingerprints(precisions, _running(changed, self._spec))
         self._fingerprints.watch(layers)
 
     @contextlib.contextmanager
@@ -229,6 +243,7 @@ class StepProof:
         count.check(
             self._plan,
             self._compute,
+            self._spec,
             micro_batches=micro_batches,
             head_passes=head_passes,
             may_idle=self._may_idle,

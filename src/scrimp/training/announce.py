@@ -22,9 +22,11 @@ def announce(run: Run, run_dir: Path, start: Start) -> None:
     """Say on the console, and in events.jsonl, what begins or goes on: model, data, memory, layout, back ends."""
     config, spec = run.config, spec_of(run.decisions.architecture)
     corpus, device = run.corpus, run.decisions.device
+    frozen, count = format_count(spec.parameters - spec.adapter_parameters), spec.adapter_parameters
+    adapters = f", {format_count(count)} more in adapters, which alone are trained" if count else ""
     run.line.message(
-        f"{config.model.weights or config.model.preset}: {format_count(spec.parameters)} parameters in "
-        f"{config.train.parameters}, GEMMs in {config.precision}, {device.name}; "
+        f"{config.model.weights or config.model.preset}: {frozen} parameters in "
+        f"{config.train.parameters}{adapters}, GEMMs in {config.precision}, {device.name}; "
         f"{format_count(corpus.train.num_tokens)} training tokens, "
         f"{format_count(corpus.held_out.num_tokens)} held out; {run_dir}"
     )
@@ -99,6 +101,7 @@ def _record_start(run: Run, start: Start, backends: str) -> None:
         f"from {start.checkpoint.folder.name}" if start.checkpoint else "from the beginning",
         device=run.decisions.device.name,
         parameters=spec.parameters,
+        trained=spec.trained_parameters,
         flops_per_token_causal=flops.causal,
         flops_per_token_full=flops.full,
         peak_origin=run.peaks.origin,

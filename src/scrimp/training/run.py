@@ -25,6 +25,7 @@ from scrimp.training.progress import StepLine
 from scrimp.training.run_record import RunRecord
 from scrimp.training.run_state import Position
 from scrimp.training.setup import Decisions
+from scrimp.training.trained_weights import Base
 
 
 @dataclass
@@ -49,6 +50,8 @@ class Run:
     """What moves copies that take steps of their own."""
     files: dict[str, str]
     """Name to text of what every checkpoint holds beside the plan."""
+    base: Base | None = None
+    """The weights that adapters stand beside; None without adapters."""
     position: Position = field(default_factory=Position)
     rates: list[float] = field(default_factory=list)
     """Tokens per second of each step since the start."""

@@ -51,13 +51,14 @@ class RunState:
     """The digest of run.json; None in checkpoints of earlier versions."""
     precision: dict[str, Any] | None = None
     """The precision cycle's (`scrimp.training.precision.formats_in_plan`); None of a run whose formats are fixed."""
+    base: str | None = None
+    """The digest of the weights that adapters stand beside (`trained_weights.Base`), of which a checkpoint has no copy;
+    None without adapters."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `CheckpointStore.save`."""
         values = dataclasses.asdict(self) | {"architecture": self.architecture.to_json()}
-        if self.precision is None:
-            del values["precision"]
-        return values
+        return {key: value for key, value in values.items() if key not in ("precision", "base") or value}
 
 
 def read_state(checkpoint: Checkpoint) -> RunState:
@@ -75,6 +76,13 @@ def read_state(checkpoint: Checkpoint) -> RunState:
             f"{origin}: position is impossible",
             got=f"step {position.step}, {position.updates} updates",
             expected=f"step {checkpoint.step}, as the folder's name says, and at most as many updates",
+            do=_DO,
+        )
+    if (state.base is None) != (state.architecture.adapter is None):
+        raise CheckpointError(
+            f"{origin}: base and architecture.adapter do not go together",
+            got="adapters without a base" if state.base is None else "a base without adapters",
+            expected="both or neither",
             do=_DO,
         )
     if not 1 <= state.sequence <= state.architecture.context:

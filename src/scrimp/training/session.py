@@ -215,6 +215,13 @@ def _in_folder(run_dir: Path, start: Start) -> Start:
             got=f"a block of {plan_path} that offloads or has states on the host",
             expected="all of the model on the device: statistics read the states of all layers at once",
         )
+    states = plan.placement.states
+    if config.adapter.rank and any((*states.weights, *states.gradients, *states.optimizer)):
+        raise PlanError(
+            "weights and states stay on the device beside adapters",
+            got=f"a block of {plan_path} that has some on the host",
+            do="write device there",
+        )
     room = take_host_room(decisions.memory, config, decisions.device) if is_resumed else start.room
     ran = "" if began_with in ({}, plan.backends) else backends_text(began_with)
     return dataclasses.replace(start, decisions=decisions, room=room, ran_by=ran, laid_before=before)
@@ -361,15 +368,22 @@ def _begun(
         line=line,
         record=record,
         files=files,
+        base=start.base,
     )
 
 
 def _realised(start: Start, choose: BackendChooser) -> Executable:
-    """The model of the plan, with its first weights where no checkpoint is loaded into it later."""
+    """The model of the plan, with its first weights where no checkpoint is loaded into it later, and those of a base,
+    of which checkpoints have no copy."""
     decisions = start.decisions
     config, device = decisions.config, decisions.device.torch_device
 
     def fill(model: Model) -> None:
+        if start.base is not None:
+            with decisions.world.together("reading the base's weights"):
+                fill_from_weights(model, start.base.folder)
+            initialise(model, config.run.seed)
+            return
         if start.checkpoint is not None:
             return  # every parameter is loaded from the checkpoint later
         if config.model.weights is None:

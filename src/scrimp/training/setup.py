@@ -268,6 +268,7 @@ def decide(
             expected=f"the model of the run's configuration, {config.model.preset} with its changes",
             do="restore the run's own checkpoints, or start a new run",
         )
+    spec_of(architecture).check_adapter()
     # In this order: the tokenizer, the model's rows, all other settings, the plan.
     named, reasons = decide_tokenizer(config, architecture)
     entries = expected_vocabulary(named, architecture) if entries is None else entries
@@ -277,8 +278,8 @@ def decide(
     if config.device == "auto":
         reasons["device"] = device.reason
     resolution = resolve(fitted, architecture, device_type=device.torch_device.type, ranks=ranks)
-    # The search knows no teachers, which some layouts cannot run.
-    searches = world.size > 1 and config.objective.teachers is None
+    # The search knows no teachers, which some layouts cannot run, and no frozen weights.
+    searches = world.size > 1 and config.objective.teachers is None and config.adapter.rank == 0
     here = measured_ranks(fitted, resolution, architecture, device) if searches else None
     found = None
     if here is not None:

@@ -58,7 +58,13 @@ from scrimp.training.run_folder import (
 from scrimp.training.run_record import RunRecord, checked_record
 from scrimp.training.run_state import RunState, read_state
 from scrimp.training.setup import Decisions, decide
-from scrimp.training.trained_weights import checkpoint_of, refuse_other_states, refuse_unusable_weights
+from scrimp.training.trained_weights import (
+    Base,
+    checkpoint_of,
+    find_base,
+    refuse_other_states,
+    refuse_unusable_weights,
+)
 from scrimp.training.written_text import read_beside
 from scrimp.world import ALONE, World
 
@@ -80,6 +86,8 @@ class Start:
     """Checkpoint of another run; a new one begins with its weights and optimizer states (`optimizer.from_weights`)."""
     written: str = ""
     """The digest of what teachers wrote, which is read beside the corpus; empty: nothing."""
+    base: Base | None = None
+    """The weights that adapters stand beside; None without adapters."""
     room: HostRoom | None = None
     """Host memory that was taken for the plan, where it needs any."""
     given: frozenset[str] = frozenset()
@@ -113,7 +121,27 @@ def fresh_start(config: Config, world: World = ALONE, given: Collection[str] = f
     decisions = decisions.with_corpus(corpus)
     written = read_beside(decisions, corpus)
     room = take_host_room(decisions.memory, decisions.config, decisions.device)
-    return Start(decisions, corpus, source=_source(decisions.config, world), room=room, written=written)
+    base = _base(decisions.config, None, world)
+    return Start(
+        decisions, corpus, source=_source(decisions.config, world), base=base, room=room, written=written
+    )
+
+
+def _base(config: Config, digest: str | None, world: World) -> Base | None:
+    """The base of a run with adapters, one for all ranks; CheckpointError where it is not there.
+
+    Args:
+        digest: of the one that the run began with, if it did.
+    """
+    folder = config.model.weights
+    if config.adapter.rank == 0 or folder is None:
+        return None
+    return world.once(
+        "looking at the base model",
+        lambda: find_base(folder, digest),
+        write=lambda found: [str(found.folder), found.digest],
+        read=lambda told: Base(Path(told[0]), told[1]),
+    )
 
 
 def _source(config: Config, world: World) -> Checkpoint | None:
@@ -201,6 +229,7 @@ def resumed_start(
     has_tokenizer = (run_dir / TOKENIZER / "tokenizer.json").is_file()
     config = anchored(dataclasses.replace(config, run=dataclasses.replace(config.run, dir=run_dir)))
     config = _with_own_tokenizer(config, run_dir)
+    base = _base(config, state.base if state else None, world)
     decisions = decide(config, architecture=state.architecture if state else None, world=world)
     if state is not None and config.is_planned:
         read_saved_cycle(state.precision)  # refused before anything is changed
@@ -224,6 +253,7 @@ def resumed_start(
         checkpoint,
         record,
         written=written,
+        base=base,
         given=frozenset(given),
         by_user=frozenset(by_user),
         notes=notes,

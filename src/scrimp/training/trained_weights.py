@@ -5,12 +5,19 @@ folder by its ``config.json``. From a run the newest checkpoint that verifies is
 ones are never read: a line on standard error names them, or the error where no good one is left.
 Weights that are not finite are refused, not passed over: they are what the run came to, and its user
 chooses what to take instead.
+
+A run with adapters keeps these alone, and the digest of the base that they stand beside. Whoever reads its weights gets
+those of the base with the adapters merged, one at a time, in the format in which they were trained beside::
+
+    W + alpha / r B A
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,16 +28,20 @@ from scrimp import user_code
 from scrimp.config import Architecture, Config, flatten
 from scrimp.data import Tokenizer, load_tokenizer
 from scrimp.errors import CheckpointError, ConfigError, ModelError
+from scrimp.files import storage
+from scrimp.gemm import merged
+from scrimp.gemm.problem import DTYPES
+from scrimp.models import spec_of
 from scrimp.models.huggingface.config_json import read_architecture
-from scrimp.models.huggingface.load import check_weights, load_weights, stream_weights
-from scrimp.models.model import Model
+from scrimp.models.huggingface.load import check_weights, load_weights, stream_parameters, stream_weights
+from scrimp.models.model import ADAPTER, Model
 from scrimp.parts import part_of
 from scrimp.training.checkpoint import Checkpoint, CheckpointStore, not_finite_error
 from scrimp.training.checkpoint_manifest import MANIFEST, read_manifest
 from scrimp.training.export_seal import read_seal
 from scrimp.training.run_folder import CHECKPOINTS, CONFIG, TOKENIZER, run_of, saved_config
 from scrimp.training.run_record import checked_record, read_record
-from scrimp.training.run_state import read_state
+from scrimp.training.run_state import RunState, read_state
 from scrimp.training.tensor_files import is_finite, not_finite
 
 MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."
@@ -82,8 +93,114 @@ def checkpoint_of(folder: Path) -> Checkpoint:
     return checkpoint
 
 
+@dataclass(frozen=True)
+class Base:
+    """The weights that adapters stand beside."""
+
+    folder: Path
+    """A Hugging Face folder, or a checkpoint of a run."""
+    digest: str
+    """SHA-256 of the folder's weights, or of the checkpoint's manifest, which has the checksums of its files."""
+
+
+def find_base(folder: Path, digest: str | None = None) -> Base:
+    """The base in a folder: a Hugging Face model, or the newest checkpoint of a run.
+
+    Args:
+        digest: of the one that is wanted, which may be an older checkpoint.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    if not (is_run(folder) or is_huggingface(folder)):
+        raise CheckpointError(
+            "the base model that adapters were trained beside is not there",
+            got=f"no model in {folder}",
+            expected="the folder that model.weights named",
+            do="put it back there",
+        )
+    if digest is None or not is_run(folder) or (folder / MANIFEST).is_file():
+        found = [checkpoint_of(folder).folder if is_run(folder) else folder]
+    else:
+        store = CheckpointStore(folder, keep_last=1, keep_every=0)
+        found = [one.folder for one in reversed(store.complete())]
+    for one in found:
+        own = _digest_of(one)
+        if digest in (None, own):
+            return Base(one, own)
+    raise CheckpointError(
+        f"the base model in {folder} is not the one that adapters were trained beside",
+        got=f"digest {_digest_of(found[0])[:12]}" if found else "no checkpoint",
+        expected=(digest or "")[:12],
+        do="put the weights back that model.weights named",
+    )
+
+
+def _digest_of(folder: Path) -> str:
+    paths = [folder / MANIFEST] if is_run(folder) else sorted(folder.glob("*.safetensors"))
+    with storage(folder, "read"):
+        stats = [(path, path.stat()) for path in paths]
+    return _hashed(tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats))
+
+
+@functools.lru_cache(maxsize=8)
+def _hashed(files: tuple[tuple[Path, int, int], ...]) -> str:
+    digest = hashlib.sha256()
+    for path, *_ in files:
+        with storage(path, "read"), open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def base_of(checkpoint: Checkpoint, state: RunState) -> Base:
+    """The base that the adapters in a checkpoint stand beside.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    folder = saved_config(checkpoint.folder).model.weights
+    if folder is None:
+        raise CheckpointError(
+            f"{checkpoint.folder / CONFIG} is not the one of its adapters",
+            got="no model.weights",
+            expected="the base model that they were trained beside",
+            do="use another checkpoint",
+        )
+    return find_base(folder, state.base)
+
+
 def finite_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a checkpoint, one at a time by their names in the model.
+    """The weights of a checkpoint, one at a time by their names in the model; adapters merged into those of their base.
+
+    Raises:
+        CheckpointError: one of them is not finite, whatever the manifest says, or the base is not there.
+    """
+    state, stored = read_state(checkpoint), finite_tensors(checkpoint)
+    if state.architecture.adapter is None:
+        yield from stored
+        return
+    folder, adapters = base_of(checkpoint, state).folder, dict(stored)
+    dtype = DTYPES[saved_config(checkpoint.folder).train.parameters]
+    for name, weight in _weights_in(folder):
+        yield name, _merged(name, weight.to(dtype), adapters, state.architecture)
+
+
+def _weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    if is_run(folder):
+        return finite_weights(checkpoint_of(folder))
+    return stream_parameters(read_architecture(folder), folder)
+
+
+def _merged(name: str, weight: Tensor, adapters: Mapping[str, Tensor], architecture: Architecture) -> Tensor:
+    layer, spec, adapter = name.removesuffix(".weight"), spec_of(architecture), architecture.adapter
+    a, b = (adapters.get(f"{layer}{end}") for end in ADAPTER)
+    if a is None or b is None or adapter is None:
+        return weight
+    return merged(weight, a, b, spec.linear(layer).stacked, adapter.scale)
+
+
+def finite_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint itself holds of the model, one at a time: all weights, or adapters.
 
     Raises:
         CheckpointError: one of them is not finite, whatever the manifest says.
@@ -95,13 +212,13 @@ def finite_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 
 def architecture_of_weights(folder: Path) -> Architecture:
-    """The architecture of a run or a Hugging Face folder.
+    """The architecture of a run or a Hugging Face folder; of adapters that of their base, which they are merged into.
 
     Raises:
         ModelError: the folder is neither, or not a model that the decoder supports.
     """
     _refuse_stranger(folder)
-    return read_state(checkpoint_of(folder)).architecture if is_run(folder) else _of_huggingface(folder)
+    return read_state(checkpoint_of(folder)).architecture.base if is_run(folder) else _of_huggingface(folder)
 
 
 def _of_huggingface(folder: Path) -> Architecture:
@@ -111,7 +228,7 @@ def _of_huggingface(folder: Path) -> Architecture:
 
 
 def fill_from_weights(model: Model, folder: Path) -> None:
-    """Fill every parameter of `model` from a run or a Hugging Face folder, tensor by tensor."""
+    """Fill every parameter of `model` but adapters from a run or a Hugging Face folder, tensor by tensor."""
     _refuse_stranger(folder)
     if is_run(folder):
         fill_from_checkpoint(model, checkpoint_of(folder))
@@ -169,9 +286,9 @@ def refuse_other_states(config: Config) -> None:
 
 
 def fill_from_huggingface(model: Model, folder: Path) -> None:
-    """Fill every parameter of `model` from a Hugging Face folder; ModelError if one is not finite."""
+    """Fill every parameter of `model` but adapters from a Hugging Face folder; ModelError if one is not finite."""
     load_weights(model, folder)
-    names = not_finite((name, part_of(parameter).local) for name, parameter in model.named_parameters())
+    names = not_finite((name, part_of(parameter).local) for name, parameter in model.of_base().items())
     if names:
         raise _not_finite_in(folder, names)
 
@@ -186,8 +303,8 @@ def _not_finite_in(folder: Path, names: list[str]) -> ModelError:
 
 @torch.no_grad()
 def fill_from_checkpoint(model: Model, checkpoint: Checkpoint) -> None:
-    """Fill every parameter of `model` from a checkpoint, tensor by tensor."""
-    parameters = dict(model.named_parameters())
+    """Fill every parameter of `model` but adapters from a checkpoint, tensor by tensor."""
+    parameters = model.of_base()
     for name, tensor in finite_weights(checkpoint):
         if name not in parameters and not model.has_here(name):
             continue
@@ -259,7 +376,7 @@ def open_target(folder: Path) -> Target:
     _refuse_stranger(folder)
     checkpoint = checkpoint_of(folder) if is_run(folder) else None
     state = read_state(checkpoint) if checkpoint else None
-    architecture = state.architecture if state else _of_huggingface(folder)
+    architecture = state.architecture.base if state else _of_huggingface(folder)
     tokenizer_folder = tokenizer_of_weights(folder)
     if tokenizer_folder is None:
         raise _no_tokenizer(folder)

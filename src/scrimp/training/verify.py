@@ -38,6 +38,7 @@ from scrimp.training.run_folder import CHECKPOINTS, CONFIG, PLAN, TOKENIZER, sav
 from scrimp.training.run_record import RUN, RunRecord, checked_record, read_record
 from scrimp.training.run_state import read_state
 from scrimp.training.start import refuse_other_configuration
+from scrimp.training.trained_weights import base_of
 
 CORPUS, MODEL = "corpus.json", "config.json"
 
@@ -119,14 +120,13 @@ def _whole(checkpoint: Checkpoint) -> str:
     if names:
         raise not_finite_error(checkpoint.folder, names, do="use an older checkpoint")
     state = read_state(checkpoint)
+    beside = f", beside {base_of(checkpoint, state).folder}" if state.architecture.adapter else ""
     if load_config(checkpoint.folder / CONFIG).is_planned:
         read_saved_cycle(state.precision)
     Plan.read(checkpoint.folder / PLAN)
     size = sum(record.bytes for record in manifest.files.values())
     skipped = f", {manifest.skipped_steps:,} steps skipped" if manifest.skipped_steps else ""
-    return (
-        f"step {checkpoint.step:,}: {len(manifest.files)} files, {size:,} bytes, all numbers finite{skipped}"
-    )
+    return f"step {checkpoint.step:,}: {len(manifest.files)} files, {size:,} bytes, all numbers finite{skipped}{beside}"
 
 
 def _of_run(run_dir: Path) -> Findings:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from adapters import adapted_model
 from late_link import LateLink
 from losses import next_token_loss
 from torch import Tensor
@@ -60,7 +61,9 @@ class Setting:
         return {
             "precision": self.precision,
             "parameters": self.parameters,
-            "optimizer": AdamWMemory(self.parameters, self.master_weights),
+            "optimizer": AdamWMemory(
+                self.parameters if self.architecture.adapter is None else "fp32", self.master_weights
+            ),
             "micro_batch": self.rows,
             "sequence": self.sequence,
             "loss_chunk": self.loss_chunk,
@@ -79,6 +82,8 @@ class RealStep:
     def __post_init__(self) -> None:
         s = self.setting
         self.model = build_model(s.architecture, dtype=DTYPES[s.parameters])
+        if s.architecture.adapter is not None:
+            self.model = adapted_model(s.architecture, dtype=DTYPES[s.parameters])
         initialise(self.model, 0)
         linears = s.linears
         if linears:
@@ -90,7 +95,7 @@ class RealStep:
         if any(choice.endswith("+offload") for choice in s.choices):
             self._offload()
         train = OptimizerConfig(master_weights=s.master_weights)
-        self.optimizer = AdamW(dict(self.model.named_parameters()), train)
+        self.optimizer = AdamW(self.model.trained(), train)
         shape = s.micro_batches, s.rows, s.sequence
         self.tokens = torch.arange(shape[0] * shape[1] * shape[2]).view(shape) % s.architecture.vocab_size
 

@@ -134,6 +134,13 @@ def stream_weights(architecture: Architecture, folder: Path) -> Iterator[tuple[s
             yield piece.name, _read(stored[piece.name].file, piece.name)
 
 
+def stream_parameters(architecture: Architecture, folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The same, put together: the parameters of a model, by their names in it. ModelError as of `load_weights`."""
+    stored = _checked_tensors(architecture, Path(folder))
+    for fused in fused_parameters(architecture):
+        yield fused.name, torch.cat([_read(stored[one.name].file, one.name) for one in fused.pieces])
+
+
 def _read(file: Path, name: str) -> Tensor:
     read: list[Tensor] = []
     _with_file(file, lambda _, opened: read.append(opened.get_tensor(name)))

@@ -67,8 +67,10 @@ class BlockClass:
     """Bytes of the block's states: moments, master weights."""
     choices: Mapping[str, BlockCost]
     """Name of the activations' choice to cost."""
+    frozen: int = 0
+    """The part of the weights that is not trained: it has no gradients and is in no checkpoint."""
     parameters: int = 0
-    """Numbers of the weights, for the CPU's Adam; 0: what gradients in bf16 say."""
+    """Numbers of the weights that are trained, for the CPU's Adam; 0: what gradients in bf16 say."""
     routed: int = 0
     """Those of them that are routed experts'."""
     update_peak: int = 0
@@ -77,6 +79,11 @@ class BlockClass:
     """Temporary memory of the norm of one of its gradients."""
     norms: int = 0
     """Bytes of the norms themselves, which stay on the device where the gradients leave."""
+
+    @property
+    def trained(self) -> int:
+        """Bytes of the weights that are trained."""
+        return self.weights - self.frozen
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,13 @@ class EndsCost:
     """`embedding_peak` where gradients exist already; None: the same."""
     seconds: float = 0.0
     """Forward and backward of all of it."""
+    frozen: int = 0
+    """The part of the weights that is not trained."""
+
+    @property
+    def trained(self) -> int:
+        """Bytes of the weights that are trained."""
+        return self.weights - self.frozen
 
     def peak_of_head(self, accumulates: bool) -> int:
         """The peak of head and loss, with gradients new or existing."""
@@ -141,10 +155,10 @@ class StepCosts:
 
     @property
     def checkpoint_copy(self) -> int:
-        """Bytes of what a checkpoint holds: weights, masters, moments, wherever they live. As many on the host, in a
-        copy, while one is written beside the training."""
+        """Bytes of what a checkpoint holds: weights that are trained, masters, moments, wherever they live. As many on
+        the host, in a copy, while one is written beside the training."""
         parts: list[BlockClass | EndsCost] = [self.ends, *(self.classes[number] for number in self.blocks)]
-        return sum(part.weights + part.optimizer for part in parts)
+        return sum(part.trained + part.optimizer for part in parts)
 
 
 def chosen_costs(costs: StepCosts, choices: Sequence[str]) -> list[BlockCost]:

@@ -18,6 +18,7 @@ Method   With W, G, O a unit's bytes of weights, gradients, optimizer states, R 
                          the block's own G, or twice R with it and twice W that gathers may still hold
              zero 1      so do whole sums of gradients in float32, from the first micro-batch to the last
 
+         Weights that are frozen are gathered as others are, and have no G, O and R.
          Embedding, final norm and head are one unit, gathered as long as the passes last; their whole gradients wait
          for the end of the backward pass, where they are reduced.
          Ranks without shards (fsdp x cp = 1) gather nothing. Copies add up their gradients in float32, one bucket at a
@@ -57,7 +58,7 @@ def shared_costs(
 
     Args:
         costs: of a process that has all of the model.
-        parameter_bytes: of one number of the weights.
+        parameter_bytes: of one number of the weights that are trained.
         micro_batches: of a rank in a step.
     """
     if layout.ranks == 1:
@@ -91,12 +92,12 @@ def shared_costs(
 def _of_copy(costs: StepCosts, layout: ResolvedLayout, parameter_bytes: int) -> StepCosts:
     """The costs of a rank that has all of a copy, or all pieces that tp leaves it."""
     states: list[BlockClass | EndsCost] = [costs.ends, *(costs.classes[number] for number in costs.blocks)]
-    numbers = sum(_piece(one.weights, layout) for one in states) // parameter_bytes
+    numbers = sum(_piece(one.trained, layout) for one in states) // parameter_bytes
     bucket = min(BUCKET_BYTES, numbers * REDUCED_BYTES) * (layout.dp > 1)
 
     def gradients(one: BlockClass | EndsCost) -> int:
         own = _piece(one.gradients, layout)
-        return max(own, _reduced(_piece(one.weights, layout), parameter_bytes)) if layout.dp > 1 else own
+        return max(own, _reduced(_piece(one.trained, layout), parameter_bytes)) if layout.dp > 1 else own
 
     def cost(one: BlockCost) -> BlockCost:
         most = one.accumulating_peak
@@ -110,6 +111,7 @@ def _of_copy(costs: StepCosts, layout: ResolvedLayout, parameter_bytes: int) -> 
         dataclasses.replace(
             kind,
             weights=_piece(kind.weights, layout),
+            frozen=_piece(kind.frozen, layout),
             gradients=gradients(kind),
             optimizer=_piece(kind.optimizer, layout),
             choices={name: cost(one) for name, one in kind.choices.items()},
@@ -121,6 +123,7 @@ def _of_copy(costs: StepCosts, layout: ResolvedLayout, parameter_bytes: int) -> 
     ends = dataclasses.replace(
         ends,
         weights=_piece(ends.weights, layout),
+        frozen=_piece(ends.frozen, layout),
         gradients=gradients(ends),
         optimizer=_piece(ends.optimizer, layout),
         embedding_peak=ends.embedding_peak + bucket,
@@ -140,7 +143,7 @@ def _block(
 ) -> BlockClass:
     share = kind.routed / kind.parameters if kind.parameters else 0.0
     whole = _piece(kind.weights, layout, share)
-    reduced = _reduced(whole, parameter_bytes)
+    reduced = _reduced(_piece(kind.trained, layout, share), parameter_bytes)
     own = whole if stays else 0
     over_copies = 2 * -(-reduced // layout.fsdp) * (layout.dp > 1)
     # Its own weights, those gathered for the block before (none where they stay), and what is not let go of yet.
@@ -162,6 +165,7 @@ def _block(
     return dataclasses.replace(
         kind,
         weights=_part(kind.weights, layout, share),
+        frozen=_part(kind.frozen, layout, share),
         gradients=reduced if sums_whole else _part(kind.gradients, layout, share),
         optimizer=_part(kind.optimizer, layout, share),
         choices={name: cost(one) for name, one in kind.choices.items()},
@@ -171,13 +175,14 @@ def _block(
 
 
 def _ends(ends: EndsCost, layout: ResolvedLayout, parameter_bytes: int, sums_whole: bool) -> EndsCost:
-    reduced = _reduced(_piece(ends.weights, layout), parameter_bytes)
+    reduced = _reduced(_piece(ends.trained, layout), parameter_bytes)
     # One copy in float32, and this rank's part of the sums.
     reducing = reduced + -(-reduced // layout.fsdp) * (1 + 2 * (layout.dp > 1))
     accumulating = ends.accumulating_embedding_peak
     return dataclasses.replace(
         ends,
         weights=_part(ends.weights, layout),
+        frozen=_part(ends.frozen, layout),
         gradients=reduced if sums_whole else _part(ends.gradients, layout),
         optimizer=_part(ends.optimizer, layout),
         waiting=max(ends.waiting, ends.head_gradients),

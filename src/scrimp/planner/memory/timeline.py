@@ -98,7 +98,7 @@ def parameters_of(kind: BlockClass) -> int:
 
 def update_bytes(kind: BlockClass) -> int:
     """Traffic of the device's memory when it updates a block."""
-    return 2 * kind.weights + kind.gradients + 2 * kind.optimizer
+    return 2 * kind.trained + kind.gradients + 2 * kind.optimizer
 
 
 def streamed_bytes(kind: BlockClass, states: States, block: int) -> tuple[int, int]:
@@ -110,7 +110,7 @@ def streamed_bytes(kind: BlockClass, states: States, block: int) -> tuple[int, i
 def resident_update_bytes(costs: StepCosts, states: States) -> int:
     """Traffic of the device's memory for all that is updated without the host."""
     ends = costs.ends
-    total = 2 * ends.weights + ends.gradients + 2 * ends.optimizer
+    total = 2 * ends.trained + ends.gradients + 2 * ends.optimizer
     for i in range(len(costs.blocks)):
         if not states.streams(i) and not states.on_cpu(i):
             total += update_bytes(class_of(costs, i))

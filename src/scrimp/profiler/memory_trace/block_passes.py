@@ -63,7 +63,8 @@ def gradients_of(module: nn.Module, how: GradientSums, *, exist: bool) -> Iterat
             sums[parameter] = gradient.to(how.dtype)
 
     hooks = []
-    for parameter in module.parameters():
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in trained:
         if how.dtype is not None:
             hooks.append(parameter.register_post_accumulate_grad_hook(collect))
         if exist and how.dtype is not None:
@@ -75,7 +76,7 @@ def gradients_of(module: nn.Module, how: GradientSums, *, exist: bool) -> Iterat
     finally:
         for hook in hooks:
             hook.remove()
-        for parameter in module.parameters():
+        for parameter in trained:
             parameter.grad = None
 
 
@@ -118,7 +119,9 @@ def trace_ends(
     and `gradients_of`."""
     marks, start = _Marks(tracker), tracker.live
     with autocast():
-        x = model.embed(tokens)
+        x = model.embed(
+            tokens
+        ).requires_grad_()  # of a frozen embedding too: what blocks give the head needs one
         boundary = x.nbytes
         x.register_hook(lambda _: marks.set("head over"))
         hidden = model.finish(x)

@@ -1,8 +1,8 @@
 """Checkpoints of a run: what its state is, when it is written, and what is told of it.
 
-The state is small: parameters, optimizer, random state, two integers (step and updates) and the precision cycle's own.
-Everything else (data order, learning rate, initialisation) is a function of the configuration and of these, which is
-why a resumed run repeats the same losses bit for bit.
+The state is small: parameters that are trained, optimizer, random state, two integers (step and updates) and the
+precision cycle's own. Everything else (data order, learning rate, initialisation) is a function of the configuration
+and of these, which is why a resumed run repeats the same losses bit for bit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class Checkpoints(Callback):
     def parts(self) -> dict[str, TensorPart]:
         """What lies here of every tensor of the run's state, by the name it has in a checkpoint."""
         run = self._run
-        state = {f"{MODEL_PREFIX}{name}": part for name, part in run.executable.parameters()}
+        trained = run.executable.model.trained()
+        state = {
+            f"{MODEL_PREFIX}{name}": part for name, part in run.executable.parameters() if name in trained
+        }
         state |= {f"{OPTIMIZER_PREFIX}{name}": part for name, part in run.optimizer.parts()}
         if run.outer is not None:
             state |= {f"outer.{name}": part for name, part in run.outer.parts()}
@@ -97,6 +100,7 @@ class Checkpoints(Callback):
             run.train.sequence,
             run.record.digest,
             None if self._cycle is None else self._cycle.to_state(),
+            None if run.base is None else run.base.digest,
         )
         skipped = run.step - run.position.updates
         files = run.files | {PLAN: self._plan_text()}

@@ -10,7 +10,8 @@ Method   The prediction of the search for layouts (`scrimp.planner.layout.block_
          Blocks are timed as they train: by deterministic kernels, compiled where the run compiles them. Compiling them
          at every level is not in that limit; the run finds them in the compiler's cache. Of several ranks the first
          measures for all, which must come to one plan.
-Limits   A block's seconds do not depend on where its states live; copies beside computing are the timeline's affair.
+Limits   Predicted seconds of frozen weights count their wgrad, which does not run; measured ones do not. A block's
+         seconds do not depend on where its states live; copies beside computing are the timeline's affair.
 Checked  tests/training/memory/test_block_seconds.py
 """
 

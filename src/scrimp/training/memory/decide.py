@@ -165,7 +165,7 @@ def _resident(config: ResolvedConfig, architecture: Architecture, device: Device
     """Everything on the device, where it takes a small share of it; None where it does not, or the user has said
     something else. Where the optimizer updates on the device alone, that states are there says nothing."""
     blocks = architecture.num_layers
-    may_place = facts_of(config.optimizer.name).on_host and not config.outer.every
+    may_place = facts_of(config.optimizer.name).on_host and not (config.outer.every or config.adapter.rank)
     if config.memory.activations not in ("auto", "keep"):
         return None
     if may_place and split_of(config, blocks) is not None:

@@ -30,7 +30,7 @@ def shared(costs: StepCosts, config: ResolvedConfig) -> StepCosts:
     return shared_costs(
         costs,
         config.layout,
-        parameter_bytes=DTYPES[config.train.parameters].itemsize,
+        parameter_bytes=DTYPES[config.trained_format].itemsize,
         micro_batches=config.micro_batches,
     )
 

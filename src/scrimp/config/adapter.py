@@ -1,0 +1,85 @@
+"""LoRA: low-rank adapters beside frozen weights, as settings and as a part of an architecture.
+
+    y = x W^T + (alpha / r) (x A^T) B^T
+
+W, of (out, in), is the base's (`model.weights`) and stays as it is; A, of (r, in), and B, of (out, r), are trained.
+
+alpha is 2 r where nobody says it: a factor of 2 whatever the rank.
+
+What is not carried out beside adapters is refused here, by name.
+
+Source   Hu et al. 2021, arXiv 2106.09685
+Checked  tests/config/test_adapter.py
+"""
+
+from __future__ import annotations
+
+from scrimp.config.architecture import ALL, Adapter
+from scrimp.config.optimizers import facts_of
+from scrimp.config.schema import Config
+from scrimp.errors import ConfigError
+
+_ON_DEVICE = ("auto", "device", "0")
+
+
+def adapter_of(config: Config) -> Adapter | None:
+    """What `[adapter]` describes; None: every weight is trained."""
+    settings = config.adapter
+    if settings.rank == 0:
+        return None
+    return Adapter(settings.rank, settings.alpha or 2.0 * settings.rank, settings.targets)
+
+
+def check_adapter(config: Config) -> None:
+    """Refuse adapters without a base, settings of adapters without them, and what is not carried out beside them.
+
+    Args:
+        config: with formats, layout and the optimizer's decided.
+
+    Raises:
+        ConfigError: with the setting to change.
+    """
+    settings = config.adapter
+    if settings.rank == 0:
+        if settings.alpha is not None or settings.targets != ALL:
+            raise ConfigError(
+                "adapter.alpha and adapter.targets are of adapters, and there are none",
+                got=f"adapter.alpha {settings.alpha}, adapter.targets {settings.targets}, adapter.rank 0",
+                do="set adapter.rank, or leave both out",
+            )
+        return
+    if config.model.weights is None:
+        raise ConfigError(
+            "adapters need a base model, whose weights stay as they are",
+            got=f"adapter.rank {settings.rank} without model.weights",
+            do="name a Hugging Face folder or a run with --model.weights, or leave adapter.rank out",
+        )
+    for key, value in _beside(config):
+        raise ConfigError(
+            f"{key} {value} is not carried out beside adapters yet",
+            got=f"adapter.rank {settings.rank}",
+            do=f"change {key}, or leave adapter.rank out",
+        )
+
+
+def _beside(config: Config) -> list[tuple[str, str]]:
+    """Settings that adapters do not go with."""
+    layout, optimizer = config.layout, config.optimizer
+    refused = [("precision", config.precision)] * config.is_planned
+    refused += [
+        (f"layout.{key}", str(getattr(layout, key)))
+        for key in ("pp", "cp", "tp", "ep", "etp")
+        if getattr(layout, key) > 1
+    ]
+    refused += [("outer.every", str(config.outer.every))] * (config.outer.every > 0)
+    # These look at a whole matrix, which A and B are not: it is their product that moves.
+    whole = optimizer.name == "muon" or facts_of(optimizer.name).low_rank
+    refused += [("optimizer.name", optimizer.name)] * whole
+    refused += [("optimizer.from_weights", "true")] * optimizer.from_weights
+    refused += [("optimizer.master_weights", "true")] * bool(optimizer.master_weights)
+    refused += [
+        (f"memory.{key}", getattr(config.memory, key))
+        for key in ("weights", "gradients", "optimizer", "update")
+        if getattr(config.memory, key) not in _ON_DEVICE
+    ]
+    return refused
