@@ -55,6 +55,8 @@ def test_only_the_ratios_count_and_they_are_exact(weights: list[int], digits: in
         ("=1,b=1", "no source and weight"),
         ("a=1,b=2,a=3", "a source twice"),
         ("a=0,b=0.0", "trains on nothing"),
+        ("a=.,b=1", "weight of a"),
+        ("a=0.0.0,b=1", "weight of a"),
         ("a=1,b=", "weight of b"),
         ("a=1,b=-0.5", "weight of b"),
         ("a=nan,b=1", "weight of a"),

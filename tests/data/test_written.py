@@ -46,7 +46,7 @@ def tokenizer() -> Tokenizer:
 def test_rows_are_those_that_were_written_with_their_documents(tmp_path: Path) -> None:
     ids = rows_of(10)
     ids[7, 3] = 256
-    write_rows_to(tmp_path, 10, SEQUENCE, Writers(ids))
+    write_rows_to(tmp_path, 10, Writers(ids))
     found = WrittenText(tmp_path, tokenizer())
     assert found.num_samples == 10
     for number in range(10):
@@ -62,7 +62,7 @@ def test_what_follows_the_end_of_a_document_is_no_target(
     ids, closes = rows_of(1), tokenizer()
     ids[0, 2:4] = [65, 256]
     monkeypatch.setattr(closes, "closing_id", 65)
-    write_rows_to(tmp_path, 1, SEQUENCE, Writers(ids))
+    write_rows_to(tmp_path, 1, Writers(ids))
     _, targets, starts = WrittenText(tmp_path, closes).row(0)
     assert targets.tolist() == [ids[0, 1], 65, IGNORED, *ids[0, 4:]]
     assert starts.tolist() == [3]
@@ -71,7 +71,9 @@ def test_what_follows_the_end_of_a_document_is_no_target(
 def test_writing_that_was_killed_goes_on_with_the_next_file(tmp_path: Path) -> None:
     ids = rows_of(10)
     whole = Writers(ids)
-    write_rows_to(tmp_path / "whole", 10, SEQUENCE, whole)
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    write_rows_to(tmp_path / "whole", 10, whole)
 
     class Killed(Writers):
         def __call__(self, chunk: int, rows: int) -> Ids:
@@ -80,11 +82,11 @@ def test_writing_that_was_killed_goes_on_with_the_next_file(tmp_path: Path) -> N
             return super().__call__(chunk, rows)
 
     with pytest.raises(KeyboardInterrupt):
-        write_rows_to(tmp_path / "killed", 10, SEQUENCE, Killed(ids))
+        write_rows_to(tmp_path / "killed", 10, Killed(ids))
     with pytest.raises(DataError, match=r"written\.json"):
         WrittenText(tmp_path / "killed", tokenizer())
     again = Writers(ids)
-    write_rows_to(tmp_path / "killed", 10, SEQUENCE, again)
+    write_rows_to(tmp_path / "killed", 10, again)
     assert (whole.asked, again.asked) == ([0, 1, 2], [2])
     digests = {WrittenText(tmp_path / name, tokenizer()).digest for name in ("whole", "killed")}
     assert len(digests) == 1
@@ -92,7 +94,7 @@ def test_writing_that_was_killed_goes_on_with_the_next_file(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("harm", ["cut", "changed", "gone"])
 def test_files_that_are_damaged_are_refused(tmp_path: Path, harm: str) -> None:
-    write_rows_to(tmp_path, 10, SEQUENCE, Writers(rows_of(10)))
+    write_rows_to(tmp_path, 10, Writers(rows_of(10)))
     file = tmp_path / "rows-00001.npy"
     content = bytearray(file.read_bytes())
     content[-3] ^= 1

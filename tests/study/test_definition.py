@@ -217,6 +217,13 @@ REFUSED = {
         "figure tokens_per_second",
         None,
     ),
+    "descent of all together": (DESCENT.replace("seeds", "all_together = true\nseeds"), "all_together", None),
+    "descent without an order": (DESCENT.replace("2e-3", "8e-3"), "descent.optimizer.lr", None),
+    "nothing to be judged by": (
+        DESCENT.replace("[settings]", "[settings]\ndata.held_out = 0"),
+        "judged by",
+        None,
+    ),
     "descent along one value": (
         DESCENT.replace("[1e-3, 2e-3, 4e-3]", "[1e-3]"),
         "descent.optimizer.lr",

@@ -34,16 +34,19 @@ def decided(**more: object) -> Decisions:
     )
 
 
+def account(decisions: Decisions) -> list[Above] | None:
+    return passes_on(decisions, decisions.plan, load_hardware("h100"))
+
+
 def by_name(found: list[Above] | None) -> dict[str, Above]:
     assert found is not None
     return {one.taken.name: one for one in found}
 
 
 def test_the_account_is_that_of_the_run() -> None:
-    h100 = load_hardware("h100")
-    plain = by_name(passes_on(decided(), h100))
-    again = by_name(passes_on(decided(memory__activations="block"), h100))
-    low = by_name(passes_on(decided(precision="fp8_tensor"), h100))
+    plain = by_name(account(decided()))
+    again = by_name(account(decided(memory__activations="block")))
+    low = by_name(account(decided(precision="fp8_tensor")))
     assert plain["products"].taken.launches == 24 * 4 * 3 * 8
     assert "made again" not in plain
     assert again["made again"].taken.seconds > 0
@@ -54,10 +57,13 @@ def test_the_account_is_that_of_the_run() -> None:
 
 
 def test_what_has_no_account_has_none() -> None:
-    h100 = load_hardware("h100")
-    assert passes_on(decided(precision="fp32"), h100) is None
-    assert passes_on(decided(memory__activations="keep,0=block"), h100) is None
-    assert passes_on(decided(model__preset="llama-3m", memory__activations="keep+offload"), h100) is None
+    assert account(decided(precision="fp32")) is None
+    for optimizer in ("muon", "galore", "nadamw"):
+        assert account(decided(optimizer__name=optimizer)) is None
+    for precision in ("fp8_tensor,*=bf16", "bf16,*=fp8_tensor", "fp8,*.wgrad=bf16"):
+        assert account(decided(precision=precision)) is None
+    assert account(decided(memory__activations="keep,0=block")) is None
+    assert account(decided(model__preset="llama-3m", memory__activations="keep+offload")) is None
 
 
 def test_a_run_on_a_known_card_shows_its_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,10 +90,10 @@ def labels_of(names: Sequence[str]) -> list[str]:
 
 def _weight(text: str, name: str) -> Fraction:
     """The exact value of a decimal number that is not negative."""
-    if text and set(text) <= set("0."):
-        return Fraction(0)
     with contextlib.suppress(ValueError):
         # First as a float: a fraction writes every digit of 1e-999999 out.
+        if float(text) == 0 and not text.strip("0."):
+            return Fraction(0)
         if 0 < float(text) < math.inf:
             return Fraction(text)
     raise ConfigError(

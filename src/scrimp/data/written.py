@@ -24,12 +24,11 @@ import numpy.typing as npt
 from scrimp.data.batch import IGNORED, Row
 from scrimp.data.tokenizer import Tokenizer
 from scrimp.errors import DataError
-from scrimp.files import make_folder, write_whole
+from scrimp.files import write_whole
 from scrimp.json_files import read_json
 
 CHUNK_ROWS: Final = 256
 MANIFEST: Final = "written.json"
-ID_BYTES: Final = 4
 Ids = npt.NDArray[np.int64]
 Writer = Callable[[int, int], Ids]
 """From the number of a chunk and its rows to their ids, (rows, T + 1)."""
@@ -41,7 +40,6 @@ class Written:
     """written.json."""
 
     samples: int
-    sequence: int
     digest: str
 
 
@@ -71,16 +69,15 @@ class WrittenText:
         return tokens, targets, starts[starts > 0]
 
 
-def write_rows_to(folder: Path, samples: int, sequence: int, write: Writer) -> None:
-    """Write what a folder lacks of so many rows."""
-    make_folder(folder)
+def write_rows_to(folder: Path, samples: int, write: Writer) -> None:
+    """Write what a folder, which this process has locked, lacks of so many rows."""
     for chunk in range(_chunks(samples)):
         rows = min(CHUNK_ROWS, samples - chunk * CHUNK_ROWS)
         if not _file(folder, chunk).exists():
             content = io.BytesIO()
-            np.save(content, write(chunk, rows).astype(f"i{ID_BYTES}"))
+            np.save(content, write(chunk, rows).astype(np.int32))
             write_whole(_file(folder, chunk), content.getvalue())
-    found = Written(samples, sequence, _digest(folder, samples))
+    found = Written(samples, _digest(folder, samples))
     write_whole(folder / MANIFEST, json.dumps(asdict(found), indent=1) + "\n")
 
 

@@ -182,7 +182,7 @@ def _check_needs(study: Study, where: str) -> None:
 
 
 def _check_descent(study: Study, where: str) -> None:
-    """Refuse what a descent has no use for, and lists of one value."""
+    """Refuse what a descent has no use for, and lists of one value or without an order."""
     if study.descent is None:
         return
     start = study.variants[study.descent.number(study.descent.start)].name
@@ -190,21 +190,24 @@ def _check_descent(study: Study, where: str) -> None:
         "[halving]": study.halving is not None,
         f"figure {study.figure}": study.figure not in ("held_out_loss", "mean_source_loss", "training_loss"),
         f"control {study.control}": study.control != start,
+        "all_together": study.all_together,
         "runs that need others": any(one.needs for one in study.variants),
     }
     if any(beside.values()):
         raise ConfigError(
             f"descent in {where} does not go with "
             + ", ".join(name for name, is_so in beside.items() if is_so),
-            expected="a loss, of whole runs; the control is where it begins",
+            expected="a loss, of whole runs, each comparison by itself; the control is where it begins",
             do="leave that out",
         )
     for key, values in study.descent.values.items():
-        if len(values) < 2:
+        numbers = [one for one in values if isinstance(one, int | float)]
+        is_in_order = len(numbers) < len(values) or numbers in (sorted(numbers), sorted(numbers)[::-1])
+        if len(values) < 2 or not is_in_order:
             raise ConfigError(
                 f"descent.{key} in {where} is no list to descend along",
                 got=shown(list(values)),
-                expected="two or more values, in order",
+                expected="two or more values, each beside the next lower and the next higher one",
             )
 
 
@@ -263,6 +266,12 @@ def _check_settings(variant: Variant, where: str) -> None:
 
 def _check_run(study: Study, variant: Variant, where: str) -> None:
     _check_settings(variant, where)
+    if study.figure in ("held_out_loss", "mean_source_loss") and variant.settings.get("data.held_out") == 0:
+        raise ConfigError(
+            f"{variant.name} in {where} has nothing to be judged by",
+            got=f"data.held_out 0, figure {study.figure}",
+            do="leave data.held_out out, or compare training_loss",
+        )
     if study.halving is not None:
         _check_halving(study, study.halving, variant, where)
 

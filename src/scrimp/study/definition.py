@@ -150,7 +150,7 @@ class Study(_Head):
     variants: tuple[Variant, ...]
     halving: Halving | None = None
     descent: Descent | None = None
-    """Of the variants, which are all combinations of its values, those are run that it comes to."""
+    """Which of the variants are run, if these are all combinations of its values."""
     trunk: Variant | None = None
     """What all runs of a seed go on from; None: they begin with weights of their own."""
     submissions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -71,7 +71,7 @@ class Descent:
         while unmoved < len(self.shape):
             points = [at, *self.neighbours(at, axis)]
             yield points
-            best = min(points, key=loss)  # of equal ones the first
+            best = min(points, key=loss)  # the first where several are equal
             if best == at:
                 axis, unmoved = (axis + 1) % len(self.shape), unmoved + 1
             else:

@@ -85,7 +85,8 @@ def threads_of(study: Study) -> int:
     """Threads of each run: as the file says, or the cores shared among all runs; of runs that are timed all cores."""
     if study.threads is not None:
         return study.threads
-    runs = 1 if study.is_timed else len(study.runs) * len(study.seeds)
+    variants = len(study.runs) if study.descent is None else len(study.descent.least())
+    runs = 1 if study.is_timed else variants * len(study.seeds)
     return max(1, cores() // runs)
 
 

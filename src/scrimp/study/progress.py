@@ -111,7 +111,10 @@ class StudyProgress:
 
     def _draw(self) -> None:
         self._bars.update(
-            self._tasks["all"], completed=self._ended, words=f"{self._ended}/{self._total}{self._left()}"
+            self._tasks["all"],
+            total=self._total,
+            completed=self._ended,
+            words=f"{self._ended}/{self._total}{self._left()}",
         )
         for name in [name for name in self._tasks if name != "all" and name not in self._going]:
             self._bars.remove_task(self._tasks.pop(name))

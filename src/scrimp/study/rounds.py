@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from scrimp.config import Config
@@ -35,12 +35,16 @@ def rounds(study: Study, rows: Mapping[Key, Row]) -> Iterator[Round]:
     """The rounds one after the other; when the next one is asked for, the rows of those before it are there."""
     if study.descent is not None:
         for points in study.descent.path(loss_of(study, study.descent, rows)):
-            variants = tuple(study.variants[study.descent.number(one)] for one in points)
-            yield Round(variants, {one.name: steps_of(one) for one in variants})
+            yield _at(study, study.descent, points)
     elif study.halving is not None:
         yield from _halved(study, study.halving, rows)
     else:
         yield Round(study.variants, {one.name: steps_of(one) for one in study.variants})
+
+
+def _at(study: Study, descent: Descent, points: Sequence[Point]) -> Round:
+    variants = tuple(study.variants[descent.number(one)] for one in points)
+    return Round(variants, {one.name: steps_of(one) for one in variants})
 
 
 def _halved(study: Study, halving: Halving, rows: Mapping[Key, Row]) -> Iterator[Round]:
@@ -86,7 +90,7 @@ def standing(study: Study, descent: Descent, rows: Mapping[Key, Row]) -> Point:
     loss = loss_of(study, descent, rows)
     at = descent.start
     for points in descent.path(loss):
-        if math.isinf(min(map(loss, points))):
+        if any(key not in rows for key in _keys(study, _at(study, descent, points))):
             break
         at = min(points, key=loss)
     return at

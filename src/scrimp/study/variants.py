@@ -53,7 +53,7 @@ class Combined:
     how: CombinedHow
     members: tuple[str, ...]
     weights: tuple[float, ...]
-    """Of the members, in the mean of their weights; those of an ensemble are equal."""
+    """Those of the members in the mean of their weights; equal in an ensemble."""
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,14 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from scrimp.config import Architecture, Config, ObjectiveConfig, ranks_of
+from scrimp.config.mixture import MOST_PARTS
 from scrimp.config.schema import decided
 from scrimp.data import Batch, Corpus, Mixture, load_tokenizer
 from scrimp.errors import ConfigError, ModelError
@@ -47,11 +49,11 @@ from scrimp.training.trained_weights import (
     fill_from_weights,
     is_run,
     tokenizer_of_weights,
+    weights_digest,
 )
 
 NAME = "distill"
 TEACHERS = "objective.teachers"
-_HASHED = ("config.json", "*.safetensors")
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,11 @@ def check_teachers(config: Config) -> None:
         )
 
 
+def share_of(written: float) -> Fraction:
+    """The share of samples that teachers write, as `Interleave` can keep it."""
+    return Fraction(str(written)).limit_denominator(MOST_PARTS)
+
+
 def _check_written(config: Config) -> None:
     written = config.objective.written
     if config.objective.name == NAME and not written and not config.objective.teacher_weight:
@@ -201,6 +208,13 @@ def _check_written(config: Config) -> None:
             f"objective.written applies to objective.name {NAME}",
             got=f"{written:g} beside objective.name {config.objective.name}",
             do="leave it out: there are no teachers who write",
+        )
+    if written and share_of(written) in (0, 1):
+        raise ConfigError(
+            "objective.written is no share of samples",
+            got=f"{written:g}",
+            expected=f"at least {1 / MOST_PARTS:g}, and as much below 1",
+            do="round it",
         )
     if written and config.data.mixed:
         raise ConfigError(
@@ -247,17 +261,13 @@ def refuse_other_teachers(config: Config, architecture: Architecture, corpus: Co
 
 
 def digests_of_teachers(config: Config) -> dict[str, str]:
-    """SHA-256 over the teachers' checkpoints, as their manifests have them, by dotted key; empty without teachers.
-
-    Of a Hugging Face folder the configuration is hashed, and names and sizes of its weights.
-    """
+    """SHA-256 over the teachers' checkpoints, as their manifests have them, or over configurations and weights of Hugging
+    Face folders, by dotted key; empty without teachers."""
     found = hashlib.sha256()
     teachers = teachers_in(config.objective)
     for one in teachers:
         if is_run(one):
-            found.update((checkpoint_of(one).folder / MANIFEST).read_bytes())
-            continue
-        for file in sorted(file for pattern in _HASHED for file in one.glob(pattern)):
-            found.update(f"{file.name} {file.stat().st_size}\n".encode())
-        found.update((one / "config.json").read_bytes())
+            found.update(weights_digest(checkpoint_of(one).folder).encode())
+        else:
+            found.update((one / "config.json").read_bytes() + weights_digest(one).encode())
     return {TEACHERS: found.hexdigest()} if teachers else {}

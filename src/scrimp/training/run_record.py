@@ -166,7 +166,11 @@ def checked_record(
         problem = "is missing" if is_missing else "is not the one of the run's checkpoints"
         got = None if record is None else record.digest[:12]
         if is_missing:
-            got = f"no tokenizer in {tokenizer}" if record is None else f"another tokenizer in {tokenizer}"
+            got = (
+                f"no tokenizer in {tokenizer}"
+                if record is None
+                else f"another tokenizer in {tokenizer}, or text that teachers wrote"
+            )
         raise CheckpointError(
             f"{run_dir / RUN} {problem}",
             got=got,

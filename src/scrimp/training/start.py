@@ -211,10 +211,8 @@ def resumed_start(
         CheckpointError: no checkpoint can be used, or it belongs to another model, configuration or
             corpus than the folder says.
     """
-    saved = saved_config(run_dir)
-    now = anchored(config)
-    config = for_ranks(config_to_resume(saved, now, given), world.size, given)
-    by_user = settled(now, given)
+    saved, by_user = saved_config(run_dir), settled(anchored(config), given)
+    config = for_ranks(config_to_resume(saved, anchored(config), given), world.size, given)
     config = decided_anew(config, saved, chosen_values(run_dir, saved).keys() - by_user)
     checkpoint, errors = _chosen_checkpoint(run_dir, from_step, world)
     if checkpoint is None and not may_restart:
@@ -226,7 +224,6 @@ def resumed_start(
     record = checked_record(run_dir, run_dir / TOKENIZER, state, code)
     if record is not None:
         record.refuse_other_code(code)
-    has_tokenizer = (run_dir / TOKENIZER / "tokenizer.json").is_file()
     config = anchored(dataclasses.replace(config, run=dataclasses.replace(config.run, dir=run_dir)))
     config = _with_own_tokenizer(config, run_dir)
     base = _base(config, state.base if state else None, world)
@@ -234,13 +231,7 @@ def resumed_start(
     if state is not None and config.is_planned:
         read_saved_cycle(state.precision)  # refused before anything is changed
     corpus = _own_corpus(decisions, state, record)
-    if not has_tokenizer and record is not None:  # the run gets that of its data, if it is the same
-        record.refuse_other_tokenizer(corpus.tokenizer, corpus.folder / TOKENIZER)
-    if has_tokenizer and load_tokenizer(run_dir / TOKENIZER).digest != corpus.tokenizer.digest:
-        raise CheckpointError(
-            f"the tokenizer in {run_dir / TOKENIZER} is not the one of the run's data",
-            do=f"restore it from a copy of the run, or from {corpus.folder / TOKENIZER}, which has the same",
-        )
+    _refuse_other_tokenizer(run_dir, record, corpus)
     decisions = decisions.with_corpus(corpus)
     written = read_beside(decisions, corpus)
     if record is not None:
@@ -259,6 +250,19 @@ def resumed_start(
         notes=notes,
         goes_back=goes_back,
     )
+
+
+def _refuse_other_tokenizer(run_dir: Path, record: RunRecord | None, corpus: Corpus | Mixture) -> None:
+    """Refuse data of another tokenizer than the run's; one that was lost is got from the data, if it is the same."""
+    folder = run_dir / TOKENIZER
+    if not (folder / "tokenizer.json").is_file():
+        if record is not None:
+            record.refuse_other_tokenizer(corpus.tokenizer, corpus.folder / TOKENIZER)
+    elif load_tokenizer(folder).digest != corpus.tokenizer.digest:
+        raise CheckpointError(
+            f"the tokenizer in {folder} is not the one of the run's data",
+            do=f"restore it from a copy of the run, or from {corpus.folder / TOKENIZER}, which has the same",
+        )
 
 
 def _own_corpus(decisions: Decisions, state: RunState | None, record: RunRecord | None) -> Corpus | Mixture:

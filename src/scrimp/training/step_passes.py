@@ -3,8 +3,9 @@
 Problem  A step is slower than its products, and one figure does not say why.
 Method   The account of `scrimp.planner.layout.step_account` for the run's own model, batch, format and plan on the card
          that it ran on, with Scrimp's kernels as they are today. Predicted; beside it stands the step as it was timed.
-Limits   One GPU with a hardware file, in bf16, of what the account knows: dense models, blocks that all make the same
-         again, nothing on the host. Other runs have no such event.
+Limits   One GPU with a hardware file, AdamW, one format for all products of the blocks, and what the account knows:
+         dense models in bf16, blocks that all make the same again, nothing on the host, every weight trained. Other runs
+         have no such event.
 Checked  tests/training/test_step_passes.py
 """
 
@@ -14,8 +15,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Final
 
 from scrimp.errors import PlanError
-from scrimp.models import spec_of
+from scrimp.models import HEAD, spec_of
 from scrimp.models.shapes import sizes_of
+from scrimp.planner import Plan
 from scrimp.planner.hardware import Cluster, load_hardware
 from scrimp.planner.layout.at_hand import setting_of_run
 from scrimp.planner.layout.setting import Setting
@@ -40,7 +42,7 @@ def record_passes(run: Run, seconds: float | None) -> None:
     """
     decisions = run.decisions
     card = None if decisions.world.size > 1 else known_name(decisions.device)
-    passes = None if card is None else passes_on(decisions, load_hardware(card))
+    passes = None if card is None else passes_on(decisions, run.plans.plan, load_hardware(card))
     if passes is None:
         return
     rows = [
@@ -49,10 +51,17 @@ def record_passes(run: Run, seconds: float | None) -> None:
     run.event(EVENT, f"predicted for {card}", card=card, measured_seconds=seconds, passes=rows)
 
 
-def passes_on(decisions: Decisions, cluster: Cluster) -> list[Above] | None:
-    """The passes of a run's step on a card, those first that take most above their floor; None: it has no account."""
-    setting = _setting(decisions, cluster)
-    if setting is None or decisions.config.precision_rules.compute != "bf16":
+def passes_on(decisions: Decisions, plan: Plan, cluster: Cluster) -> list[Above] | None:
+    """The passes of a run's step on a card, those first that take most above their floor; None: it has no account.
+
+    Args:
+        plan: in force.
+    """
+    config = decisions.config
+    recipes = {recipe for layer, one in plan.gemms.items() if layer != HEAD for recipe in one.recipes}
+    is_known = config.optimizer.name == "adamw" and config.adapter.rank == 0 and len(recipes) == 1
+    setting = _setting(decisions, plan, cluster) if is_known else None
+    if setting is None or config.precision_rules.compute != "bf16" or recipes != {setting.precision}:
         return None
     program = dataclasses.replace(
         setting.software, quantize=software(_TODAY).quantize, bytes_per_logit=LOSS_BYTES
@@ -63,9 +72,9 @@ def passes_on(decisions: Decisions, cluster: Cluster) -> list[Above] | None:
         return None
 
 
-def _setting(decisions: Decisions, cluster: Cluster) -> Setting | None:
+def _setting(decisions: Decisions, plan: Plan, cluster: Cluster) -> Setting | None:
     """The run as the search knows it, its blocks told all at once where all are alike."""
-    config, activations = decisions.config, decisions.plan.placement.activations
+    config, activations = decisions.config, plan.placement.activations
     model, program = sizes_of(spec_of(decisions.architecture)), program_of(config, cluster, "cuda")
     setting = setting_of_run(config, model, cluster, program, activations)
     if setting is None or len(set(setting.blocks)) > 1 or setting.blocks[0].offload:

@@ -125,18 +125,19 @@ def find_base(folder: Path, digest: str | None = None) -> Base:
         store = CheckpointStore(folder, keep_last=1, keep_every=0)
         found = [one.folder for one in reversed(store.complete())]
     for one in found:
-        own = _digest_of(one)
+        own = weights_digest(one)
         if digest in (None, own):
             return Base(one, own)
     raise CheckpointError(
         f"the base model in {folder} is not the one that adapters were trained beside",
-        got=f"digest {_digest_of(found[0])[:12]}" if found else "no checkpoint",
+        got=f"digest {weights_digest(found[0])[:12]}" if found else "no checkpoint",
         expected=(digest or "")[:12],
         do="put the weights back that model.weights named",
     )
 
 
-def _digest_of(folder: Path) -> str:
+def weights_digest(folder: Path) -> str:
+    """SHA-256 of the weights in a checkpoint, by its manifest, or in a Hugging Face folder, by their bytes."""
     paths = [folder / MANIFEST] if is_run(folder) else sorted(folder.glob("*.safetensors"))
     with storage(folder, "read"):
         stats = [(path, path.stat()) for path in paths]

@@ -59,9 +59,9 @@ class Scores:
     """Losses of mixtures on one text, of the seeds that all have."""
 
     merged: Mapping[Shares, Sequence[float]]
-    """Of averages of models; of one domain its model's."""
+    """Those of averages of models; for one domain that of its model."""
     trained: Mapping[Shares, Sequence[float]]
-    """Of models that were trained on the mixtures."""
+    """Those of models that were trained on the mixtures."""
 
     @property
     def compared(self) -> list[Shares]:
@@ -100,7 +100,7 @@ def mixtures_of(study: Study) -> dict[str, Shares]:
         elif one.combined.how == "merge":
             for member, weight in zip(one.combined.members, one.combined.weights, strict=True):
                 for name, share in found[member]:
-                    shares[name] = shares.get(name, Fraction()) + share * Fraction(weight)
+                    shares[name] = shares.get(name, Fraction()) + share * Fraction(str(weight))
         total = sum(shares.values())
         found[one.name] = frozenset((name, share / total) for name, share in shares.items() if share)
     return found
@@ -116,7 +116,8 @@ def greedy(losses: Mapping[frozenset[Domain], float]) -> frozenset[Domain]:
 
 
 def interval(merged: Floats, trained: Floats) -> tuple[float, float]:
-    """Of Spearman's correlation of mean losses, by draws of mixtures (rows) and seeds (columns) with replacement."""
+    """A 95 % interval of Spearman's correlation of mean losses, by draws of mixtures (rows) and seeds (columns) with
+    replacement."""
     generator, found = np.random.default_rng(0), []
     mixtures, seeds = merged.shape
     for _ in range(_DRAWS):
