@@ -261,8 +261,8 @@ def refuse_other_teachers(config: Config, architecture: Architecture, corpus: Co
 
 
 def digests_of_teachers(config: Config) -> dict[str, str]:
-    """SHA-256 over the teachers' checkpoints, as their manifests have them, or over configurations and weights of Hugging
-    Face folders, by dotted key; empty without teachers."""
+    """SHA-256 over the teachers' checkpoints, as their manifests have them, or over the configurations and weights of
+    Hugging Face folders, by dotted key; empty without teachers."""
     found = hashlib.sha256()
     teachers = teachers_in(config.objective)
     for one in teachers:

@@ -4,8 +4,8 @@ Problem  A step is slower than its products, and one figure does not say why.
 Method   The account of `scrimp.planner.layout.step_account` for the run's own model, batch, format and plan on the card
          that it ran on, with Scrimp's kernels as they are today. Predicted; beside it stands the step as it was timed.
 Limits   One GPU with a hardware file, AdamW, one format for all products of the blocks, and what the account knows:
-         dense models in bf16, blocks that all make the same again, nothing on the host, every weight trained. Other runs
-         have no such event.
+         dense models in bf16, blocks that all make the same again, nothing on the host, every weight trained.
+         Other runs have no such event.
 Checked  tests/training/test_step_passes.py
 """
 
