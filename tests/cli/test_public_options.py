@@ -18,13 +18,14 @@ CONFIG = """
 --data.vocab-size --data.held-out
 --data.mask-documents --data.no-mask-documents --data.cache
 --model.preset --model.weights --model.kind --model.vocab-size --model.context --model.num-layers --model.width
---model.num-heads --model.num-kv-heads --model.ffn-width --model.capacity-factor
+--model.num-heads --model.num-kv-heads --model.ffn-width --model.rank --model.capacity-factor
 --adapter.rank --adapter.alpha --adapter.targets
 --train.steps --train.sequence --train.batch-tokens --train.micro-batch --optimizer.name --optimizer.lr
 --schedule.name --schedule.warmup-steps --schedule.final-lr-ratio --optimizer.weight-decay --optimizer.beta1
 --optimizer.beta2 --optimizer.eps --optimizer.momentum
---optimizer.rank --optimizer.refresh-every --optimizer.low-rank-scale
---optimizer.clip --objective.name --objective.teachers --objective.teacher-weight --objective.z-loss
+--optimizer.rank --optimizer.refresh-every --optimizer.low-rank-scale --optimizer.refactor-every
+--optimizer.clip --objective.name --objective.teachers --objective.teacher-weight --objective.written
+--objective.written-tokens --objective.z-loss
 --train.parameters --optimizer.master-weights --optimizer.moments --optimizer.from-weights
 --optimizer.no-from-weights --train.loss-chunk
 --train.compile

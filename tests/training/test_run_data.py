@@ -148,7 +148,6 @@ def test_a_dry_run_refuses_what_a_run_would(config: Config, tmp_path: Path) -> N
         (["--data.tokens=64"], None),
         (["--data.tokens=63"], "shorter than one sequence"),
         (["--data.tokens=0"], "out of range"),
-        (["--data.tokens=100", "--data.mix={corpus}=1,stdlib=1"], "data.tokens applies to a single source"),
         (["--data.tokens=100", "--objective.name=sft"], "data.tokens applies to text"),
     ],
 )
@@ -156,9 +155,7 @@ def test_a_run_on_the_first_tokens_reads_no_others(
     tmp_path: Path, more: list[str], says: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus = write_corpus(tmp_path)
-    words = flags(corpus, tmp_path / "run", "--train.steps=2", *(one.format(corpus=corpus) for one in more))
-    if "mix" in more[-1]:
-        words = [word for word in words if not word.startswith("--data.source")]
+    words = flags(corpus, tmp_path / "run", "--train.steps=2", *more)
     assert main(words) == (0 if says is None else 2)
     if says is not None:
         assert says in capsys.readouterr().err
