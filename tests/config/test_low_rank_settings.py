@@ -33,6 +33,7 @@ def test_factors_ask_nothing_of_other_settings() -> None:
         ({"rank": None}, "refactor_every is of layers that are products.*set model.rank"),
         ({"ranks": 2, "layout__tp": 2}, "layout.tp is not carried out beside model.rank"),
         ({"optimizer__name": "galore"}, "optimizer.name galore is not carried out"),
+        ({"optimizer__beta2": 0.999}, "optimizer.beta2 0.999 is not carried out"),
         ({"optimizer__name": "own.py:Own"}, "optimizer.name own.py:Own is not"),
         ({"precision": "bf16", "optimizer__master_weights": False}, "master_weights false is not"),
         ({"ranks": 2, "outer__every": 5}, "outer.every 5 is not carried out beside optimizer.refactor_every"),

@@ -160,3 +160,16 @@ def test_adapters_beside_layers_of_low_rank_are_refused() -> None:
     architecture = dataclasses.replace(with_adapters(LLAMA), rank=4)
     with pytest.raises(ConfigError, match="beside layers of low rank"):
         spec_of(architecture).check_adapter()
+
+
+def test_a_rank_above_a_side_of_a_layer_is_refused() -> None:
+    adapter = dataclasses.replace(ADAPTER, rank=LLAMA.width + 1)
+    with pytest.raises(ConfigError, match="larger than a layer"):
+        spec_of(dataclasses.replace(LLAMA, adapter=adapter)).check_adapter()
+
+
+def test_adapters_of_a_kind_of_ones_own_are_refused() -> None:
+    own = type("Own", (type(spec_of(LLAMA)),), {})
+    architecture = dataclasses.replace(with_adapters(LLAMA), family="own.py:Own")
+    with pytest.raises(ConfigError, match="of your own"):
+        own(architecture).check_adapter()

@@ -17,6 +17,7 @@ from states import states_of
 from torch import Tensor
 
 from scrimp.config import OptimizerConfig
+from scrimp.errors import TrainingError
 from scrimp.optim.adamw import AdamW
 from scrimp.optim.refactorization import balanced, refactor
 from scrimp.parts import TensorPart, part_of
@@ -72,7 +73,7 @@ def test_a_model_computes_what_it_did_and_only_averages_of_factors_are_cleared(d
     optimizer.zero_grad()
 
     def logits() -> Tensor:
-        """Of the exact weights, in float32."""
+        """That of the exact weights, in float32."""
         exact = filled(replace(model.architecture))
         targets = {name: target.detach().float() for name, target in optimizer.targets().items()}
         exact.load_state_dict(targets)
@@ -123,3 +124,9 @@ def test_parts_on_ranks_are_those_of_one_process(tmp_path: Path) -> None:
     for number, whole in enumerate(copied, start=2):
         assert torch.equal(one[number], whole)
         assert torch.equal(two[number], whole)
+
+
+def test_factors_that_are_not_finite_are_refused() -> None:
+    weights = {f"layer.{name}": part_of(torch.full((4, 4), torch.nan)) for name in ("A.weight", "B.weight")}
+    with pytest.raises(TrainingError, match="layer are not finite"):
+        refactor(["layer"], weights, {}, None)

@@ -217,6 +217,14 @@ REFUSED = {
         "figure tokens_per_second",
         None,
     ),
+    "a merge of factors": (
+        LIST.replace('figure = "training_loss"', "").replace(
+            "train.steps = 8", "train.steps = 8\nmodel.rank = 8"
+        )
+        + '[[variants]]\nname = "both"\nmerge = ["bf16", "fp8"]\n',
+        "layers of low rank",
+        None,
+    ),
     "descent of all together": (DESCENT.replace("seeds", "all_together = true\nseeds"), "all_together", None),
     "descent without an order": (DESCENT.replace("2e-3", "8e-3"), "descent.optimizer.lr", None),
     "nothing to be judged by": (

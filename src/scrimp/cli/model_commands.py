@@ -142,7 +142,7 @@ class Export:
     out: Positional[Path]
     """New folder for the model."""
     adapter: FlagCreatePairsOff[bool] = False
-    """Of a run with adapters these alone, as a folder that peft loads beside the base; else they are merged."""
+    """Write a run's adapters alone, as a folder that peft loads beside the base; else they are merged."""
     trust_code: FlagCreatePairsOff[bool] = False
     """Run the code of a run whose model is a kind of its own."""
 

@@ -13,6 +13,9 @@ from scrimp.config.schema import Config
 from scrimp.errors import ConfigError
 from scrimp.user_code import is_code
 
+_MOST_BETA2 = 0.98
+"""With 0.95 a step right after a refactorization is up to 1.1 times the schedule's, with 0.99 2.1, with 0.999 6.5."""
+
 
 def check_low_rank(config: Config, architecture: Architecture) -> None:
     """Refuse what layers of a low rank cannot share, and a refactorization that has nothing to work on.
@@ -41,6 +44,8 @@ def check_low_rank(config: Config, architecture: Architecture) -> None:
     rounds = config.train.parameters == "bf16" and not config.optimizer.master_weights
     refused = [("optimizer.name", name)] * (facts_of(name).low_rank or is_code(name))
     refused += [("optimizer.master_weights", "false")] * rounds
+    # Averages that begin at 0 are corrected as if they had seen all updates: small where they forget fast.
+    refused += [("optimizer.beta2", f"{config.optimizer.beta2:g}")] * (config.optimizer.beta2 > _MOST_BETA2)
     refused += [("outer.every", f"{config.outer.every:,}")] * (config.outer.every > 0)
     for key, value in refused if every else []:
         raise ConfigError(

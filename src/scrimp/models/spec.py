@@ -40,6 +40,7 @@ from scrimp.config.activations import LEVELS
 from scrimp.config.architecture import Architecture, RopeScaling
 from scrimp.errors import ConfigError, ModelError
 from scrimp.precision import GEMMS, HEAD, InputOrigin, Split
+from scrimp.user_code import is_code
 
 if TYPE_CHECKING:
     from scrimp.models.blocks import Block, Place, RMSNorm
@@ -377,6 +378,12 @@ class ModelSpec(ABC):
         adapter = self.architecture.adapter
         if adapter is None:
             return
+        if is_code(self.architecture.family):  # which of its layers need no gradient of their input?
+            raise ConfigError(
+                "adapters are not carried out for a kind of model of your own yet",
+                got=self.architecture.family,
+                do="leave adapter.rank out, which trains every weight",
+            )
         if self.architecture.rank is not None:
             raise ConfigError(
                 "adapters are not carried out beside layers of low rank yet",
@@ -392,6 +399,14 @@ class ModelSpec(ABC):
                 got=", ".join(f"{name}, of experts" if name in in_blocks else name for name in unfit),
                 expected=f"linear layers of a block: {', '.join(fit)}",
                 do=f"set --adapter.targets {','.join(fit)}, or fewer of them",
+            )
+        sides = {name: min(one.inputs, *one.stacked) for name, one in in_blocks.items() if adapter.has(name)}
+        narrow = min(sides, key=lambda name: sides[name])
+        if adapter.rank > sides[narrow]:
+            raise ConfigError(
+                "adapter.rank is larger than a layer",
+                got=f"{adapter.rank:,}",
+                expected=f"at most {sides[narrow]:,}, the smaller side of {narrow}",
             )
 
     @cached_property

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scrimp.errors import TrainingError
 from scrimp.parts import TensorPart
 from scrimp.world import group_device
 
@@ -57,6 +58,12 @@ def refactor(
         names = [f"{layer}.{factor}" for factor in FACTORS]
         exact = [states.get(f"{name}.{MASTER}", weights[name]) for name in names]
         first, second = (_whole(part, group) for part in exact)
+        if not (first.isfinite().all() and second.isfinite().all()):  # all ranks have all of both
+            raise TrainingError(
+                f"the factors of {layer} are not finite, and have no decomposition",
+                got="NaN or infinity",
+                do="lower --optimizer.lr in a new run; --model.weights takes an older checkpoint",
+            )
         owner = None if group is None else dist.get_global_rank(group, number % group.size())
         if owner is None or owner == dist.get_rank():
             first, second = balanced(first, second)

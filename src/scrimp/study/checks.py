@@ -218,6 +218,13 @@ def _check_merges(study: Study, where: str) -> None:
             continue
         first, *others = (study.origin_of(study.named(name)) for name in merge.needs)
         model = replace_values(Config(), first.settings).model
+        if model.rank is not None:
+            raise ConfigError(
+                f"{merge.name} in {where} merges layers of low rank",
+                got=f"model.rank {model.rank}: a mean of factors is no factor of the mean",
+                expected="models of full rank",
+                do="leave the merge out, or model.rank",
+            )
         draws_weights = study.trunk is None and model.weights is None
         for name, one in zip(merge.needs[1:], others, strict=True):
             is_same_model = replace_values(Config(), one.settings).model == model

@@ -139,6 +139,7 @@ def _known(folder: Path, files: tuple[tuple[str, int], ...]) -> Architecture:
     return architecture_of_weights(folder)
 
 
+@running
 def frozen_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Model:
     """A model that runs and never changes."""
     model = build_model(_architecture(folder), device=device, dtype=dtype)

@@ -13,10 +13,7 @@ Study    `scrimp study recipe:memory-efficient`: a million parameters, five meth
          rate is chosen by the first seed's loss, and what is shown is the mean of the other seeds: the lowest of three
          losses is low by luck as well. Beside it stand the bytes of weights, gradients and optimizer states as
          the planner counts them.
-Limits   So small a model is not the paper's. In a miniature (2 blocks of width 64, 120 steps of 2,048 tokens, 6 of them
-         warm-up, one seed) full rank ended at 5.35, GaLore at 4.71 and Fira at 4.68, these at the highest of their
-         rates: probably since they move matrices less, and so let the embedding have a rate that is too high for
-         matrices of full rank. Give a larger model and more steps with --set before believing an order.
+Limits   So small a model is not the paper's: give a larger one and more steps with --set before believing an order.
          SLTrain, a sparse matrix beside the two factors, is not here. One rank, one T, no decay; three rates a
          method, of which the findings say where the best one is the first or the last. Activations are not counted:
          they are the same for full rank, GaLore and Fira, and a little more for low rank.
@@ -59,7 +56,7 @@ class Best:
     variant: str
     rate: float
     losses: tuple[float, ...]
-    """Of the seeds that the rate was not chosen by; of the one seed where there is no other."""
+    """Those of the seeds that the rate was not chosen by; where there is one seed, its."""
     state_bytes: int
     is_end: bool
     """The rate is the lowest or the highest of those tried."""

@@ -25,7 +25,7 @@ class Refactorization(Callback):
         self._group = None if mesh.is_trivial else mesh.of_layers.get_group()
 
     def after_step(self, result: StepResult, record: Record) -> None:
-        """Whether it is time: by steps, so that a resumed run does as it would have."""
+        """Refactor where it is time: by steps, so that a resumed run does as it would have."""
         run = self._run
         if not run.is_due(run.config.optimizer.refactor_every):
             return
