@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scrimp.errors import PlanError
@@ -24,6 +24,7 @@ def exact(logits: torch.Tensor, targets: torch.Tensor, z_loss: float) -> tuple[t
 
 
 @settings(max_examples=20)
+@example(rows=1, columns=1, scale=0.1, z_loss=1e-4, dtype=torch.float32, seed=0)
 @given(
     rows=st.integers(1, 6),
     columns=st.one_of(st.integers(1, 300), st.integers(4000, 9000)),
@@ -43,9 +44,12 @@ def test_losses_and_gradients_are_those_of_float64(rows, columns, scale, z_loss,
     found = kernels.cross_entropy(here, targets.to(DEVICE), z_loss, training=True)
     assert torch.equal(said, found)
     torch.testing.assert_close(found.cpu().double(), losses, rtol=3e-6, atol=3e-6 * max(1.0, scale))
-    # The gradient is rounded once to what the logits are.
+    # The gradient is rounded once to what the logits are; a target's is a probability less 1, which may cancel.
     step = 2.0**-8 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(here.cpu().double(), gradient, rtol=step, atol=1e-5 * step)
+    allowed = step * gradient.abs() + 1e-5 * step
+    counted = targets >= 0
+    allowed[counted, targets[counted]] += 2.0**-21
+    assert ((here.cpu().double() - gradient).abs() <= allowed).all()
 
 
 def test_numbers_that_are_not_are_seen():
