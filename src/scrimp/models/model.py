@@ -303,10 +303,11 @@ def _built(spec: ModelSpec, number: int, place: Place) -> Block:
     block, a = spec.build_block(number, place), spec.architecture
     if a.rank is not None:
         return with_factors(block, spec.block(number).linears, a.rank, place)
-    for linear in spec.blocks[number].linears if a.adapter else ():
-        if a.adapter and linear.rank:
-            layer = cast(nn.Linear, block.get_submodule(linear.name))
-            adapt(layer, linear.rank, linear.stacked, a.adapter.scale)
+    if a.adapter is not None:
+        for linear in spec.blocks[number].linears:
+            if linear.rank:
+                layer = cast(nn.Linear, block.get_submodule(linear.name))
+                adapt(layer, linear.rank, linear.stacked, a.adapter.scale)
     return block
 
 
