@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +22,12 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """No: asked by torch when a subclass is defined."""
         return False
+
+
+def made_of_others(types: Iterable[type]) -> bool:
+    """Whether an operator is given a tensor without storage of its own, by torch's protocol for such classes. A mode
+    that answers NotImplemented then sees the operators on what it is made of."""
+    return any(hasattr(one, "__tensor_flatten__") for one in types)
 
 
 def has_memory(x: Tensor) -> bool:

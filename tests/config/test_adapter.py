@@ -30,7 +30,8 @@ def resolved(**changes: Any) -> Resolution:
     values = {"model.weights": Path("base"), "adapter.rank": 8, **changes}
     config = replace_values(Config(), {key.replace("__", "."): value for key, value in values.items()})
     check_values(config)
-    ranks = config.layout.pp * config.layout.cp * config.layout.tp * (2 if config.outer.every else 1)
+    layout = config.layout
+    ranks = layout.pp * layout.cp * layout.tp * (layout.fsdp or 1) * (2 if config.outer.every else 1)
     return resolve(config, base_architecture(config, BASE), device_type="cpu", ranks=ranks)
 
 
@@ -48,12 +49,15 @@ def test_what_is_open_is_decided_for_adapters() -> None:
 
 
 def test_a_resolved_configuration_says_the_same_again(tmp_path: Path) -> None:
-    config = resolved(adapter__alpha=3.0, adapter__targets="attention.qkv, mlp.down").config
+    base = "nvfp4,*.mlp.down=bf16"
+    config = resolved(
+        adapter__alpha=3.0, adapter__targets="attention.qkv, mlp.down", adapter__base=base
+    ).config
     (tmp_path / "config.toml").write_text(to_toml(config))
     again = load_config(tmp_path / "config.toml")
     assert again.adapter == config.adapter
     adapter = base_architecture(again, BASE).adapter
-    assert adapter == Adapter(8, 3.0, "attention.qkv, mlp.down")
+    assert adapter == Adapter(8, 3.0, "attention.qkv, mlp.down", base)
     assert adapter.names == ("attention.qkv", "mlp.down")
     assert adapter.scale == 3 / 8
     assert [adapter.has(name) for name in ("attention.qkv", "mlp.down", "mlp.gate_up")] == [True, True, False]
@@ -69,7 +73,9 @@ def test_an_architecture_is_written_and_read_with_its_adapter() -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "adapters need a base model": {"model.weights": None},
-    "adapter.alpha and adapter.targets are of adapters": {"adapter.rank": 0, "adapter.alpha": 4.0},
+    "adapter.alpha, adapter.targets and adapter.base are": {"adapter.rank": 0, "adapter.base": "nvfp4"},
+    "layout.fsdp 2 with adapter.base": {"layout.fsdp": 2, "adapter.base": "nvfp4"},
+    "train.compile on with adapter.base": {"train.compile": "on", "adapter.base": "nvfp4"},
     "adapter.rank is out of range": {"adapter.rank": -1},
     "adapter.alpha is out of range": {"adapter.alpha": 0.0},
     "adapter.targets is empty": {"adapter.targets": " "},

@@ -23,6 +23,7 @@ SETTINGS = [
 
 FP8 = ["--precision=fp8", "--adapter.targets=attention.qkv,mlp.down"]
 """Frozen layers with adapters and without, which ranks gather in other ways."""
+STORED = "--adapter.base=nvfp4"
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +40,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         flags(corpus, folder / "zero 1", *ours, "--layout.fsdp=2", "--layout.zero=1"),
         flags(corpus, folder / "copies", *ours, "--layout.dp=2"),
         flags(corpus, folder / "fp8 on two", *ours, "--layout.fsdp=2", *FP8),
+        flags(corpus, folder / "stored on two", *ours, "--layout.dp=2", STORED),
         goes_on(alone, folder / "from one to two", HALF),
     )
     assert scrimp(*flags(corpus, folder / "fp8", *ours, *FP8)).returncode == 0
+    assert scrimp(*flags(corpus, folder / "stored", *ours, STORED)).returncode == 0
     on_ranks(2, folder / "again", goes_on(folder / "fsdp", folder / "from two to two", HALF))
     assert scrimp(*goes_on(folder / "fsdp", folder / "from two to one", HALF)).returncode == 0
     return folder
@@ -51,6 +54,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_losses_are_those_of_one_process(runs: Path, name: str) -> None:
     check_same_course(runs / name, runs / "alone")
     check_same_tensors(runs / name, runs / "alone", STEPS)
+
+
+def test_copies_of_stored_weights_train_as_one(runs: Path) -> None:
+    check_same_course(runs / "stored on two", runs / "stored")
+    check_same_tensors(runs / "stored on two", runs / "stored", STEPS)
+    assert losses(runs / "stored") != losses(runs / "alone")
 
 
 def test_frozen_weights_in_fp8_are_those_of_one_process(runs: Path) -> None:

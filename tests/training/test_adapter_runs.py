@@ -185,6 +185,13 @@ def test_adapters_beside_a_run_with_adapters(folder: Path, tmp_path: Path) -> No
         pytest.param(["--memory.activations=attention"], marks=pytest.mark.slow),
         pytest.param(["--adapter.targets=mlp.gate_up", "--train.loss-chunk=64"], marks=pytest.mark.slow),
         pytest.param(["--precision=bf16", "--optimizer.name=nadamw"], marks=pytest.mark.slow),
+        ["--adapter.base=nvfp4,*.mlp.down=fp8,blocks.0.*=bf16"],
+        pytest.param(["--precision=bf16", "--adapter.base=mxfp8"], marks=pytest.mark.slow),
+        pytest.param(
+            ["--precision=nvfp4", "--adapter.base=nvfp4", "--adapter.targets=mlp.down"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["--adapter.base=mxfp4", "--memory.activations=block+offload"], marks=pytest.mark.slow),
         pytest.param(["--optimizer.moments=8bit"], marks=pytest.mark.slow),
     ],
 )
@@ -198,7 +205,8 @@ def test_formats_and_memory_are_proven_and_something_is_learnt(
     assert evaluated(run) < evaluated(folder / "base") - 0.01
     state = read_state(at(run, 8))
     assert {tensor.dtype for _, tensor in finite_tensors(at(run, 8))} == {torch.float32}
-    parameters = torch.float32 if "bf16" not in settings[0] and "fp" not in settings[0] else torch.bfloat16
+    low = any(one.startswith("--precision=") for one in settings)
+    parameters = torch.bfloat16 if low else torch.float32
     assert {tensor.dtype for _, tensor in finite_weights(at(run, 8))} == {parameters}
     assert state.architecture.adapter is not None
     again = tmp_path / "again"

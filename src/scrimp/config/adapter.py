@@ -3,6 +3,7 @@
     y = x W^T + (alpha / r) (x A^T) B^T
 
 W, of (out, in), is the base's (`model.weights`) and stays as it is; A, of (r, in), and B, of (out, r), are trained.
+The weights W of the blocks may be kept as the codes of recipes (`adapter.base`), by rules of the form of `precision`.
 
 alpha is 2 r where nobody says it: a factor of 2 whatever the rank.
 
@@ -14,9 +15,11 @@ Checked  tests/config/test_adapter.py
 
 from __future__ import annotations
 
-from scrimp.config.architecture import ALL, Adapter
+import dataclasses
+
+from scrimp.config.architecture import Adapter
 from scrimp.config.optimizers import facts_of
-from scrimp.config.schema import Config
+from scrimp.config.schema import AdapterConfig, Config
 from scrimp.errors import ConfigError
 
 _ON_DEVICE = ("auto", "device", "0")
@@ -27,7 +30,8 @@ def adapter_of(config: Config) -> Adapter | None:
     settings = config.adapter
     if settings.rank == 0:
         return None
-    return Adapter(settings.rank, settings.alpha or 2.0 * settings.rank, settings.targets)
+    base = settings.base or ""
+    return Adapter(settings.rank, settings.alpha or 2.0 * settings.rank, settings.targets, base)
 
 
 def check_adapter(config: Config) -> None:
@@ -41,11 +45,12 @@ def check_adapter(config: Config) -> None:
     """
     settings = config.adapter
     if settings.rank == 0:
-        if settings.alpha is not None or settings.targets != ALL:
+        if settings != AdapterConfig():
+            given = {one.name: getattr(settings, one.name) for one in dataclasses.fields(settings)}
             raise ConfigError(
-                "adapter.alpha and adapter.targets are of adapters, and there are none",
-                got=f"adapter.alpha {settings.alpha}, adapter.targets {settings.targets}, adapter.rank 0",
-                do="set adapter.rank, or leave both out",
+                "adapter.alpha, adapter.targets and adapter.base are of adapters, and there are none",
+                got=", ".join(f"adapter.{name} {value}" for name, value in given.items()),
+                do="set adapter.rank, or leave them out",
             )
         return
     if config.model.weights is None:
@@ -82,4 +87,7 @@ def _beside(config: Config) -> list[tuple[str, str]]:
         for key in ("weights", "gradients", "optimizer", "update")
         if getattr(config.memory, key) not in _ON_DEVICE
     ]
+    if config.adapter.base is not None:
+        refused += [("layout.fsdp", f"{layout.fsdp} with adapter.base")] * ((layout.fsdp or 1) > 1)
+        refused += [("train.compile", "on with adapter.base")] * (config.train.compile == "on")
     return refused

@@ -43,6 +43,8 @@ class Adapter:
     alpha: float
     targets: str = ALL
     """Names of linear layers in a block, separated by commas; all: every one."""
+    base: str = ""
+    """Formats that frozen weights lie in, as rules; empty: that of the parameters."""
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not 0 < self.alpha < math.inf:

@@ -170,7 +170,7 @@ _ANSWERS: dict[str, Answer] = {
     **_named("adapter.alpha", "lora_alpha"),
     **_named("adapter.targets", "lora_target_modules target_modules", note="layers by Scrimp's names"),
     **_none("leave it out: adapters have no dropout", "lora_dropout"),
-    **_none("leave it out: frozen weights are bf16, and no less", "load_in_4bit load_in_8bit qlora"),
+    **_named("adapter.base", "load_in_4bit load_in_8bit qlora", note="nvfp4 or mxfp8"),
     **_none(
         "leave it out: attention runs in the fastest kernel that there is",
         "flash_attention flash_attn use_flash_attn attn_implementation sdp_attention xformers_attention",

@@ -246,6 +246,8 @@ def _compile(config: Config, device_type: str) -> Decision:
     layout = config.layout
     if layout.ep * layout.etp > 1:
         return "off", "how many tokens the experts of a rank get, the tokens decide"
+    if config.adapter.base is not None:
+        return "off", "the values of stored weights would be kept in compiled blocks"
     if layout.schedule in pipeline.V_SHAPED:
         return (
             "off",

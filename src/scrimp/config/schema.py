@@ -136,6 +136,9 @@ class AdapterConfig:
     targets: str = "all"
     """Linear layers of the blocks that get one, separated by commas, such as attention.qkv,attention.out. all: every
     one, but never the head."""
+    base: str | None = None
+    """Formats that the blocks' frozen weights lie in: a recipe, and others for some layers, such as
+    nvfp4,*.mlp.down=fp8,blocks.0.*=bf16. Unset: that of train.parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)

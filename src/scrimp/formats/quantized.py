@@ -15,6 +15,7 @@ from torch import Tensor
 
 from scrimp.formats import scales as scale_rules
 from scrimp.formats.codes import decode
+from scrimp.formats.grouping import Groups
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.hadamard import rotate
 from scrimp.precision.formats import Scaling, lookup_element, lookup_scaling
@@ -76,7 +77,26 @@ class QuantizedTensor:
         return self.payload.nbytes + self.scales.nbytes + tensor_scale
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values, in the original shape."""
+        """The values, in the original shape; of a matrix in pieces, so that nothing wide is larger than one."""
+        if len(self.shape) != 2 or self.axis % 2 == 0:
+            return self._whole(dtype)
+        values = self.payload.new_empty(self.shape, dtype=dtype)
+        groups = Groups(lookup_scaling(self.operand.scaling).rows or 1, 1)
+        for rows in groups.pieces(*self.shape, values.device.type):
+            values[rows] = self.of_rows(rows)._whole(dtype)
+        return values
+
+    def of_rows(self, rows: slice) -> QuantizedTensor:
+        """Some rows of a matrix that is scaled along its columns; they begin with a group."""
+        kind = lookup_scaling(self.operand.scaling)
+        scales = self.scales
+        if kind.rows is not None:
+            scales = scales[rows.start // kind.rows : -(-rows.stop // kind.rows)]
+        payload = self.payload[rows]
+        shape = torch.Size((len(payload), self.shape[1]))
+        return replace(self, payload=payload, scales=scales, shape=shape)
+
+    def _whole(self, dtype: torch.dtype) -> Tensor:
         last = self.axis % len(self.shape)
         columns = self.shape[last]
         values = self._values()

@@ -14,11 +14,13 @@ from scrimp.gemm.fingerprints import Fingerprints, changed_gemms
 from scrimp.gemm.flop_formulas import register_flop_formulas
 from scrimp.gemm.head import HeadGemms
 from scrimp.gemm.layer import BackendChooser, PlannedLayer, reference_only
-from scrimp.gemm.linear import PlannedLinear, compute_dtype, planned_linear, recomputed
+from scrimp.gemm.linear import PlannedLinear, planned_linear, recomputed
 from scrimp.gemm.linear_kinds import has_own_forward, is_linear, is_transposed, linear_modules, weight_matrix
 from scrimp.gemm.observe import Execution, is_running, observing, without_witnesses
+from scrimp.gemm.problem import compute_dtype
 from scrimp.gemm.recompute import is_running_again, run_again, run_again_before
 from scrimp.gemm.select import Recorded, backends_for, refuse_unrunnable
+from scrimp.gemm.stored_weight import StoredWeight, store, stored_values
 from scrimp.precision import LinearPrecision
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "PlannedLinear",
     "PlannedModel",
     "Recorded",
+    "StoredWeight",
     "adapt",
     "backends_for",
     "changed_gemms",
@@ -54,6 +57,8 @@ __all__ = [
     "register_flop_formulas",
     "run_again",
     "run_again_before",
+    "store",
+    "stored_values",
     "swap_in",
     "weight_matrix",
     "without_witnesses",

@@ -25,7 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scrimp.gemm.linear import PlannedLinear, compute_dtype
+from scrimp.gemm.linear import PlannedLinear
+from scrimp.gemm.problem import compute_dtype
+from scrimp.gemm.stored_weight import plain_linear
 
 
 class AdaptedLinear(nn.Linear):
@@ -40,7 +42,7 @@ class AdaptedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x W^T + bias and what the adapter adds, x of any leading shape."""
         added = self.added(x)
-        return super().forward(x) + added
+        return plain_linear(x, self.weight, self.bias) + added
 
     def added(self, x: Tensor) -> Tensor:
         """What the adapter adds."""
@@ -73,7 +75,7 @@ def adapt(layer: nn.Linear, rank: int, rows: Sequence[int], scale: float) -> Non
     """Give a linear layer an adapter, its matrices uninitialised; the layer itself is left to be frozen.
 
     Args:
-        layer: of no class that has a forward of its own; stays the same object.
+        layer: of no class that has a forward of its own, or one whose weight is stored; stays the same object.
         rows: outputs of each layer that is stacked in it.
         scale: alpha / rank.
     """

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from scrimp.errors import ModelError
-from scrimp.gemm.linear import compute_dtype
+from scrimp.gemm.problem import compute_dtype
 from scrimp.gemm.recompute import only_saves, run_again
 from scrimp.gemm.storage import CODES, RECOMPUTED
 from scrimp.gemm.weight_gradients import make_later

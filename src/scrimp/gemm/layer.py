@@ -25,6 +25,7 @@ from scrimp.gemm.coded_weight import CodedWeight
 from scrimp.gemm.observe import Execution, is_every_run_observed, is_observed, report, running
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, high_precision, operands_of, shape_of
 from scrimp.gemm.storage import saved_class
+from scrimp.gemm.stored_weight import StoredWeight
 from scrimp.precision import (
     GEMMS,
     HIGH_PRECISION,
@@ -317,6 +318,8 @@ def _weight(weight: Tensor, dtype: torch.dtype, backend: Backend, use: Use) -> A
     """The weight as an operand: of its codes where it was gathered so."""
     if isinstance(weight, CodedWeight):
         return weight.operand(use, dtype, backend.load)
+    if isinstance(weight, StoredWeight):
+        return backend.prepare(weight.values(dtype), use)
     # A weight that is kept transposed is copied for the product alone.
     return backend.prepare(weight.to(dtype).contiguous(), use)
 

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -29,18 +28,12 @@ from scrimp.gemm import operators
 from scrimp.gemm.factored import FactoredLinear
 from scrimp.gemm.layer import PlannedLayer, backward, forward, store_input
 from scrimp.gemm.observe import is_plain_observed
-from scrimp.gemm.problem import DTYPE_NAMES, high_precision
+from scrimp.gemm.problem import DTYPE_NAMES, compute_dtype, high_precision
 from scrimp.gemm.recompute import is_handled, only_saves, run_again_before
 from scrimp.gemm.storage import RECOMPUTED
+from scrimp.gemm.stored_weight import plain_linear
 from scrimp.gemm.weight_gradients import make_later
 from scrimp.precision import HIGH_PRECISION, RECOMPUTE
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The type in which GEMMs of `x` compute: autocast's if it is on, else that of x."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
 
 
 class PlannedLinear(nn.Linear):
@@ -115,7 +108,7 @@ def planned_linear(
     _check(x, weight, layer, compute)
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling and runs_plain(x, layer):
-        return F.linear(x, weight, bias)
+        return plain_linear(x, weight, bias)
     needs_grad = torch.is_grad_enabled()
     function = operators.CompiledLinear if is_compiling else _Linear
     matrix = x[None] if x.dim() == 1 else x.flatten(0, -2)

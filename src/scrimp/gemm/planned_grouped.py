@@ -30,8 +30,8 @@ from scrimp.errors import PlanError
 from scrimp.formats import QuantizedTensor
 from scrimp.gemm.grouped import GroupedLinear, runs
 from scrimp.gemm.layer import PlannedLayer, backward, forward, layer_of, store_input
-from scrimp.gemm.linear import compute_dtype, runs_plain
-from scrimp.gemm.problem import high_precision
+from scrimp.gemm.linear import runs_plain
+from scrimp.gemm.problem import compute_dtype, high_precision
 from scrimp.gemm.recompute import is_handled, only_saves
 from scrimp.gemm.storage import RECOMPUTED
 from scrimp.gemm.weight_gradients import make_later

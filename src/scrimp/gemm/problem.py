@@ -48,6 +48,13 @@ class Shape:
         return 2.0 * self.m * self.n * self.k
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The type in which GEMMs of `x` compute: autocast's if it is on, else that of x."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
 def shape_of(gemm: str, tokens: int, inputs: int, outputs: int) -> Shape:
     """M, N and K of a GEMM of a layer with `inputs` and `outputs` features."""
     sizes = {

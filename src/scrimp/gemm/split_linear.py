@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from scrimp.gemm.linear import PlannedLinear, compute_dtype, planned_linear, runs_plain
+from scrimp.gemm.linear import PlannedLinear, planned_linear, runs_plain
+from scrimp.gemm.problem import compute_dtype
 from scrimp.gemm.recompute import only_saves
 from scrimp.gemm.weight_gradients import make_later
 

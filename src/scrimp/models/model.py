@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from scrimp.config.architecture import Architecture
 from scrimp.errors import ModelError
-from scrimp.gemm import PlannedLayer, adapt, compute_dtype
+from scrimp.gemm import PlannedLayer, adapt, compute_dtype, store
 from scrimp.models.attention import AttentionLayout
 from scrimp.models.blocks import Block, Embedding, Linear, Place, with_factors
 from scrimp.models.context_parallel import ContextParallel
@@ -299,14 +299,16 @@ class Model(nn.Module):
 
 
 def _built(spec: ModelSpec, number: int, place: Place) -> Block:
-    """A block as it is trained: of factors, or with adapters."""
+    """A block as it is trained: of factors, or with adapters beside frozen weights, which may be stored as codes."""
     block, a = spec.build_block(number, place), spec.architecture
     if a.rank is not None:
         return with_factors(block, spec.block(number).linears, a.rank, place)
     if a.adapter is not None:
         for linear in spec.blocks[number].linears:
+            layer = cast(nn.Linear, block.get_submodule(linear.name))
+            if linear.stored:
+                store(layer, linear.stored)
             if linear.rank:
-                layer = cast(nn.Linear, block.get_submodule(linear.name))
                 adapt(layer, linear.rank, linear.stacked, a.adapter.scale)
     return block
 

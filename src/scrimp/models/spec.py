@@ -37,9 +37,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from scrimp.config.activations import LEVELS
-from scrimp.config.architecture import Architecture, RopeScaling
+from scrimp.config.architecture import Adapter, Architecture, RopeScaling
 from scrimp.errors import ConfigError, ModelError
-from scrimp.precision import GEMMS, HEAD, InputOrigin, Split
+from scrimp.precision import GEMMS, HEAD, InputOrigin, Split, parse_stored, stored_in
 from scrimp.user_code import is_code
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class LinearSpec:
     None: each of them runs all of it on its own tokens."""
     rank: int = 0
     """Rank of its adapter, or of that of each layer that is stacked in it; 0: none."""
+    stored: str = ""
+    """Recipe in whose codes its frozen weight lies (`scrimp.gemm.stored_weight`); empty: as it is."""
 
     @property
     def adapter_parameters(self) -> int:
@@ -352,22 +354,25 @@ class ModelSpec(ABC):
     def blocks(self) -> tuple[BlockSpec, ...]:
         """All of them, in order, as they are trained."""
         found, rank = tuple(self.block(index) for index in range(self.num_blocks)), self.architecture.rank
-        of = {one: self._adapted(one) if rank is None else one.factored(rank) for one in dict.fromkeys(found)}
+        if self.architecture.adapter is not None:
+            return tuple(self._adapted(index, one) for index, one in enumerate(found))
+        if rank is None:
+            return found
+        of = {one: one.factored(rank) for one in dict.fromkeys(found)}
         return tuple(of[one] for one in found)
 
-    def _adapted(self, block: BlockSpec) -> BlockSpec:
+    def _adapted(self, index: int, block: BlockSpec) -> BlockSpec:
         adapter = self.architecture.adapter
-        if adapter is None:
-            return block
-        return replace(
-            block,
-            layers=tuple(
-                replace(one, rank=adapter.rank)
-                if isinstance(one, LinearSpec) and adapter.has(one.name)
-                else one
-                for one in block.layers
-            ),
-        )
+        assert adapter is not None
+
+        def adapted(one: LinearSpec) -> LinearSpec:
+            rank = adapter.rank if adapter.has(one.name) else 0
+            is_stored = adapter.base and one.experts == 1
+            stored = stored_in(adapter.base, full_name(index, one.name)) if is_stored else ""
+            return replace(one, rank=rank, stored=stored)
+
+        layers = (adapted(one) if isinstance(one, LinearSpec) else one for one in block.layers)
+        return replace(block, layers=tuple(layers))
 
     def check_adapter(self) -> None:
         """Refuse adapters of layers that are not there, or that have experts.
@@ -400,6 +405,7 @@ class ModelSpec(ABC):
                 expected=f"linear layers of a block: {', '.join(fit)}",
                 do=f"set --adapter.targets {','.join(fit)}, or fewer of them",
             )
+        self._check_base(adapter)
         sides = {name: min(one.inputs, *one.stacked) for name, one in in_blocks.items() if adapter.has(name)}
         narrow = min(sides, key=lambda name: sides[name])
         if adapter.rank > sides[narrow]:
@@ -408,6 +414,16 @@ class ModelSpec(ABC):
                 got=f"{adapter.rank:,}",
                 expected=f"at most {sides[narrow]:,}, the smaller side of {narrow}",
             )
+
+    def _check_base(self, adapter: Adapter) -> None:
+        names = [name for name, one in self.layers().items() if name != HEAD and one.experts == 1]
+        for rule in parse_stored(adapter.base)[1:] if adapter.base else ():
+            if not any(rule.matches(name) for name in names):
+                raise ConfigError(
+                    f"adapter.base: the pattern of `{rule}` matches no layer",
+                    got=rule.pattern,
+                    expected=f"a pattern for linear layers of blocks that are no experts, such as {names[0]}",
+                )
 
     @cached_property
     def equal_blocks(self) -> dict[BlockSpec, int]:

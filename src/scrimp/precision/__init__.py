@@ -35,6 +35,7 @@ from scrimp.precision.rules import (
     parse_rules,
 )
 from scrimp.precision.saved_inputs import BF16_BYTES, capacity, saved_bytes
+from scrimp.precision.stored import parse_stored, stored_in
 
 __all__ = [
     "BF16_BYTES",
@@ -65,8 +66,10 @@ __all__ = [
     "lookup_element",
     "lookup_scaling",
     "parse_rules",
+    "parse_stored",
     "recipe",
     "saved_bytes",
     "scale_shape",
     "storage_bytes",
+    "stored_in",
 ]

@@ -7,7 +7,8 @@ Weights that are not finite are refused, not passed over: they are what the run 
 chooses what to take instead.
 
 A run with adapters keeps these alone, and the digest of the base that they stand beside. Whoever reads its weights gets
-those of the base with the adapters merged, one at a time, in the format in which they were trained beside::
+those of the base, as the run stored them (`adapter.base`), with the adapters merged, one at a time, in the format in
+which they were trained beside::
 
     W + alpha / r B A
 """
@@ -29,7 +30,7 @@ from scrimp.config import Architecture, Config, flatten
 from scrimp.data import Tokenizer, load_tokenizer
 from scrimp.errors import CheckpointError, ConfigError, ModelError
 from scrimp.files import storage
-from scrimp.gemm import merged
+from scrimp.gemm import merged, stored_values
 from scrimp.gemm.problem import DTYPES
 from scrimp.models import spec_of
 from scrimp.models.huggingface.config_json import read_architecture
@@ -182,8 +183,13 @@ def finite_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
         return
     folder, adapters = base_of(checkpoint, state).folder, dict(stored)
     dtype = DTYPES[saved_config(checkpoint.folder).train.parameters]
+    layers = spec_of(state.architecture).layers()
     for name, weight in _weights_in(folder):
-        yield name, _merged(name, weight.to(dtype), adapters, state.architecture)
+        linear = layers.get(name.removesuffix(".weight"))
+        weight = weight.to(dtype)
+        if linear is not None and linear.stored:
+            weight = stored_values(weight, linear.stored)
+        yield name, _merged(name, weight, adapters, state.architecture)
 
 
 def _weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:

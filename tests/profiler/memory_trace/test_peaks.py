@@ -39,6 +39,7 @@ GEMMA3 = dataclasses.replace(
 )
 FACTORS = dataclasses.replace(LLAMA, rank=32)
 ADAPTED = dataclasses.replace(LLAMA, adapter=Adapter(8, 16.0))
+STORED = dataclasses.replace(LLAMA, adapter=Adapter(8, 16.0, base="nvfp4,*.mlp.down=fp8"))
 WIDE_HEAD = dataclasses.replace(LLAMA, vocab_size=6144, num_layers=2)
 DEEP = dataclasses.replace(LLAMA, num_layers=8, width=64, num_heads=2, num_kv_heads=1, ffn_width=192)
 TIED = dataclasses.replace(WIDE_HEAD, tied_embeddings=True)
@@ -118,6 +119,11 @@ def adapters() -> dict[str, Setting]:
         ),
         "fp8": Setting(ADAPTED, sequence=256, rules="fp8", **bf16),
         "fp8, levels": Setting(ADAPTED, sequence=256, rules="fp8", activations=("mlp", "block"), **bf16),
+        "stored": Setting(STORED, sequence=256),
+        "stored, bf16": Setting(STORED, sequence=256, micro_batches=2, **bf16),
+        "stored, fp8, levels": Setting(
+            STORED, sequence=256, rules="fp8", activations=("mlp", "block"), **bf16
+        ),
     }
 
 

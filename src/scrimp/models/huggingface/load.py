@@ -31,8 +31,9 @@ from torch import Tensor
 from scrimp.config.architecture import Architecture
 from scrimp.errors import ModelError, StorageError
 from scrimp.files import storage_error
+from scrimp.gemm import StoredWeight
 from scrimp.json_files import read_json
-from scrimp.models.huggingface.tensor_names import EMBEDDING, HEAD, Piece, fused_parameters
+from scrimp.models.huggingface.tensor_names import EMBEDDING, HEAD, Fused, Piece, fused_parameters
 from scrimp.parts import TensorPart, part_of
 
 if TYPE_CHECKING:
@@ -100,8 +101,12 @@ def load_weights(model: Model, folder: Path) -> None:
         raise ModelError("the model has no storage to load weights into", got="the meta device")
     stored = _checked_tensors(model.architecture, Path(folder))
     targets: list[tuple[str, _Target]] = []
+    stored_weights: list[Fused] = []
     for fused in fused_parameters(model.architecture):
         if not model.has_here(fused.name):
+            continue
+        if isinstance(parameters[fused.name], StoredWeight):
+            stored_weights.append(fused)
             continue
         for box in part_of(parameters[fused.name]).boxes():
             for piece in fused.pieces:
@@ -109,6 +114,9 @@ def load_weights(model: Model, folder: Path) -> None:
                 if target is not None:
                     targets.append((piece.name, target))
     _copy(stored, targets)
+    with torch.no_grad():
+        for fused in stored_weights:  # quantized as a whole
+            parameters[fused.name].copy_(_whole(stored, fused))
 
 
 def _target(part: TensorPart, piece: Piece) -> _Target | None:
@@ -138,7 +146,11 @@ def stream_parameters(architecture: Architecture, folder: Path) -> Iterator[tupl
     """The same, put together: the parameters of a model, by their names in it. ModelError as of `load_weights`."""
     stored = _checked_tensors(architecture, Path(folder))
     for fused in fused_parameters(architecture):
-        yield fused.name, torch.cat([_read(stored[one.name].file, one.name) for one in fused.pieces])
+        yield fused.name, _whole(stored, fused)
+
+
+def _whole(stored: Mapping[str, _Stored], fused: Fused) -> Tensor:
+    return torch.cat([_read(stored[one.name].file, one.name) for one in fused.pieces])
 
 
 def _read(file: Path, name: str) -> Tensor:

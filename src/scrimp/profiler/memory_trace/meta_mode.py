@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from scrimp.profiler.memory_trace.result_shapes import result_of
-from scrimp.tracing import DispatchMode
+from scrimp.tracing import DispatchMode, made_of_others
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _DEVICE_OF = torch.ops.prim.device.default
@@ -70,6 +70,8 @@ class MetaMode(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on the meta device, or on numbers that are known."""
+        if made_of_others(types):
+            return NotImplemented
         if func is _DEVICE_OF:
             return _CPU
         named = kwargs or {}

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from scrimp.profiler.memory_trace.workspace import WorkspaceRule, no_workspace
-from scrimp.tracing import DispatchMode
+from scrimp.tracing import DispatchMode, made_of_others
 
 _AROUND_DISPATCH = ("torch._compile", "torch._dynamo.eval_frame")
 """Modules whose functions torch calls between an operator and a dispatch mode."""
@@ -82,6 +82,8 @@ class StorageTracker(DispatchMode):
                 self.peak, self.peak_operator = peak, operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if made_of_others(types):
+            return NotImplemented
         for tensor in _tensors((args, kwargs)):
             self._count(tensor, is_new=False)
         result = func(*args, **(kwargs or {}))

@@ -38,9 +38,9 @@ from torch import Tensor, nn
 from scrimp.formats import QuantizedTensor
 from scrimp.gemm.coded_weight import CodedWeight, is_shareable
 from scrimp.gemm.layer import PlannedLayer
-from scrimp.gemm.linear import PlannedLinear, compute_dtype
+from scrimp.gemm.linear import PlannedLinear
 from scrimp.gemm.observe import is_observed
-from scrimp.gemm.problem import operands_of
+from scrimp.gemm.problem import compute_dtype, operands_of
 from scrimp.models.model import Model
 from scrimp.precision import Operand
 from scrimp.precision.formats import lookup_scaling
