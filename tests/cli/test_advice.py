@@ -41,6 +41,7 @@ OF_OTHER_PROGRAMS = {
 OF_ONE_COMMAND = {
     "cli/chat.py": "chat",
     "cli/doctor.py": "doctor",
+    "cli/base_formats.py": "choose-base",
     "cli/eval_options.py": "eval",
     "cli/eval_tasks.py": "eval",
     "cli/export.py": "export-precision",

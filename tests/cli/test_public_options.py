@@ -58,6 +58,7 @@ PUBLIC = {
     "--trust-code",
     "chat": "TARGET --system --chat-template --tokens --temperature --top-k --top-p --seed --device --trust-code",
     "generate": "TARGET --prompt --tokens --temperature --top-k --top-p --seed --device --trust-code",
+    "choose-base": "TARGET --data --budget --formats --tokens --text-column --conversations --sequence --device",
     "export": "RUN OUT --adapter --trust-code",
     "export-precision": "SOURCE OUT --target --names --approximate",
     "export-layout": "SOURCE OUT --target --approximate",

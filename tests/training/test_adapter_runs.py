@@ -18,6 +18,8 @@ from scrimp.errors import CheckpointError
 from scrimp.models import spec_of
 from scrimp.models.initialise import initial_value
 from scrimp.models.model import Model, build_model
+from scrimp.planner.precision.stored import weight_bytes
+from scrimp.precision import stored_in
 from scrimp.report.units import format_bytes
 from scrimp.training.checkpoint import Checkpoint, CheckpointStore
 from scrimp.training.run_state import read_state
@@ -94,11 +96,12 @@ def test_a_checkpoint_holds_adapters_their_states_and_the_digest_of_the_base(fol
 
 
 @pytest.mark.slow
-def test_the_account_has_what_a_run_holds(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", [[], ["--adapter.base=nvfp4"]])
+def test_the_account_has_what_a_run_holds(base: list[str], folder: Path, tmp_path: Path) -> None:
     """In a process of its own, where nothing else lies."""
     more = ["--train.steps=3", "--checkpoint.every=0", f"--model.weights={folder / 'folder'}"]
     run = tmp_path / "run"
-    assert scrimp(*flags(folder / "corpus.txt", run, *ADAPTERS, *more)).returncode == 0
+    assert scrimp(*flags(folder / "corpus.txt", run, *ADAPTERS, *more, *base)).returncode == 0
     predicted, full = (
         json.loads((one / "plan.json").read_text())["predicted"]["peak_device_bytes"]
         for one in (run, folder / "base")
@@ -213,6 +216,32 @@ def test_formats_and_memory_are_proven_and_something_is_learnt(
     shutil.copytree(run, again)
     assert main(["train", f"--run.dir={again}", "--resume-from=6"]) == 0
     assert losses(again) == losses(run)
+
+
+def test_formats_of_a_base_are_chosen_under_a_budget(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is printed is what a run takes, and a budget that cannot be kept is refused."""
+    corpus = folder / "corpus.txt"
+    words = ["choose-base", str(folder / "base"), f"--data={corpus}", "--sequence=64", "--device=cpu"]
+    assert main([*words, "--budget=0.4", "--tokens=512"]) == 0
+    rules = capsys.readouterr().out.strip().splitlines()[-1].removeprefix("--adapter.base ")
+    spec = spec_of(read_state(at(folder / "base", 6)).architecture)
+    layers = {name: one for name, one in spec.layers().items() if name != "head"}
+    formats = {name: stored_in(rules, name) or "bf16" for name in layers}
+    sizes = {name: (one.outputs, one.inputs) for name, one in layers.items()}
+    whole = sum(weight_bytes(shape, "bf16") for shape in sizes.values())
+    assert sum(weight_bytes(sizes[name], formats[name]) for name in layers) <= 0.4 * whole
+    assert len(set(formats.values())) > 1
+    base = f"--model.weights={folder / 'base'}"
+    assert main(flags(corpus, tmp_path / "run", *ADAPTERS, base, f"--adapter.base={rules}")) == 0
+    capsys.readouterr()
+    assert main([*words, "--budget=0.2"]) == 2
+    assert "can be reached" in capsys.readouterr().err
+    assert main([*words, "--budget=0.4", "--formats=nf4"]) == 2
+    assert "stores no weights" in capsys.readouterr().err
+    assert main([*words, "--budget=0.4", "--sequence=99999"]) == 2
+    assert "context" in capsys.readouterr().err
 
 
 def test_the_base_is_not_changed_by_a_bit(

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Protocol
 
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
-from scrimp.cli.model_commands import Chat, Evaluate, Export, Generate
+from scrimp.cli.model_commands import Chat, ChooseBase, Evaluate, Export, Generate
 from scrimp.cli.plan_options import refuse_options_of_others
 from scrimp.config import (
     RANGES,
@@ -397,6 +397,7 @@ COMMANDS: dict[str, type[Command]] = {
     "eval": Evaluate,
     "generate": Generate,
     "chat": Chat,
+    "choose-base": ChooseBase,
     "export": Export,
     "export-precision": ExportPrecision,
     "export-layout": ExportLayout,

@@ -134,6 +134,42 @@ def _check_drawing(command: Generate | Chat) -> None:
 
 
 @dataclass(frozen=True)
+class ChooseBase:
+    """Choose the formats that frozen weights beside adapters lie in, under a budget of bytes: by how far each moves the
+    model's predictions on a text. Prints what to give to --adapter.base."""
+
+    target: Positional[Path]
+    """The base: a Hugging Face model folder, a run, or one of its checkpoints."""
+    data: str
+    """Text like that which the model will read: a file, or any source that `scrimp prepare` takes."""
+    budget: float
+    """Most bytes of the blocks' linear layers, as a share of theirs in bf16: 4 bits take 0.25, 8 bits 0.5."""
+    formats: str = "nvfp4,fp8"
+    """Recipes to choose from, beside bf16."""
+    tokens: int = 4096
+    """Tokens of the text that are read."""
+    text_column: str = "text"
+    """Column (JSONL key) that holds the text; of conversations, messages unless another is named."""
+    conversations: FlagCreatePairsOff[bool] = False
+    """The data hold conversations, which are read as the chat template writes them."""
+    sequence: int | None = None
+    """Tokens per sequence. Unset: as trained, at most the model's context."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        check_device(self.device, "--device")
+        check_range("--tokens", self.tokens, _COUNT)
+        check_range("--budget", self.budget, Range(0, 1, above=True))
+        if self.sequence is not None:
+            check_range("--sequence", self.sequence, RANGES["train.sequence"])
+        from scrimp.cli.base_formats import choose_base
+
+        choose_base(self)
+        return 0
+
+
+@dataclass(frozen=True)
 class Export:
     """Write a run's newest checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer."""
 

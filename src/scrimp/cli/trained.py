@@ -12,7 +12,7 @@ import torch
 
 from scrimp.cli.show import plain_console
 from scrimp.config import Sampling
-from scrimp.data import ChatTemplate, CorpusSpec, Progress, Tokenizer, open_corpus
+from scrimp.data import ChatTemplate, Corpus, CorpusSpec, Progress, Tokenizer, open_corpus
 from scrimp.errors import DataError, ModelError
 from scrimp.models.generation import generate
 from scrimp.models.huggingface.adapter_files import export_adapter
@@ -67,25 +67,12 @@ def evaluate_target(
     """Evaluate a run or a Hugging Face folder on all of a text, or on the answers of conversations, and print the
     figures."""
     target = open_target(folder)
-    if sequence is not None and not 1 <= sequence <= target.architecture.context:
-        raise ModelError(
-            "the sequence does not fit the model's context",
-            got=sequence,
-            expected=f"1 to {target.architecture.context}",
-        )
-    trained = read_state(target.checkpoint).sequence if target.checkpoint else 2048
-    length = sequence or min(trained, target.architecture.context)
+    length = sequence_of(target, sequence)
     executable = load_executable(target, device)
-    spec = CorpusSpec(
-        source=data,
-        text_column=text_column,
-        conversations=conversations,
-        tokenizer=str(target.tokenizer_folder),
-        held_out=0.0,
-    )
     with contextlib.ExitStack() as stack:
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="scrimp-eval-"))
-        corpus = open_corpus(spec, cache=Path(scratch), progress=False)
+        corpus = stack.enter_context(
+            opened_text(target, data, text_column=text_column, conversations=conversations)
+        )
         bytes_per_token = corpus.train.text_bytes / corpus.train.num_tokens
         bar = stack.enter_context(Progress("evaluating", corpus.train.text_bytes))
         result = evaluate(
@@ -109,6 +96,37 @@ def evaluate_target(
     ]
     plain_console().print(key_value_table(rows, title=f"{folder} on {data}, measured"))
     return result
+
+
+def sequence_of(target: Target, sequence: int | None) -> int:
+    """Tokens of the sequences that a model reads: those asked for, or as trained.
+
+    Raises:
+        ModelError: they do not fit its context.
+    """
+    context = target.architecture.context
+    if sequence is not None and not 1 <= sequence <= context:
+        raise ModelError(
+            "the sequence does not fit the model's context", got=sequence, expected=f"1 to {context}"
+        )
+    trained = read_state(target.checkpoint).sequence if target.checkpoint else 2048
+    return sequence or min(trained, context)
+
+
+@contextlib.contextmanager
+def opened_text(
+    target: Target, data: str, *, text_column: str = "text", conversations: bool = False
+) -> Iterator[Corpus]:
+    """All of a text, or of conversations, encoded by a model's tokenizer, in a folder that is thrown away."""
+    spec = CorpusSpec(
+        source=data,
+        text_column=text_column,
+        conversations=conversations,
+        tokenizer=str(target.tokenizer_folder),
+        held_out=0.0,
+    )
+    with tempfile.TemporaryDirectory(prefix="scrimp-eval-") as scratch:
+        yield open_corpus(spec, cache=Path(scratch), progress=False)
 
 
 def generate_text(
