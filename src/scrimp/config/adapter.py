@@ -15,11 +15,10 @@ Checked  tests/config/test_adapter.py
 from __future__ import annotations
 
 from scrimp.config.architecture import ALL, Adapter
+from scrimp.config.layout import ON_DEVICE, degrees_in_model
 from scrimp.config.optimizers import facts_of
 from scrimp.config.schema import Config
 from scrimp.errors import ConfigError
-
-_ON_DEVICE = ("auto", "device", "0")
 
 
 def adapter_of(config: Config) -> Adapter | None:
@@ -64,13 +63,9 @@ def check_adapter(config: Config) -> None:
 
 def _beside(config: Config) -> list[tuple[str, str]]:
     """Settings that adapters do not go with."""
-    layout, optimizer = config.layout, config.optimizer
+    optimizer = config.optimizer
     refused = [("precision", config.precision)] * config.is_planned
-    refused += [
-        (f"layout.{key}", str(getattr(layout, key)))
-        for key in ("pp", "cp", "tp", "ep", "etp")
-        if getattr(layout, key) > 1
-    ]
+    refused += degrees_in_model(config.layout)
     refused += [("outer.every", str(config.outer.every))] * (config.outer.every > 0)
     # These look at a whole matrix, which A and B are not: it is their product that moves.
     whole = optimizer.name == "muon" or facts_of(optimizer.name).low_rank
@@ -80,6 +75,6 @@ def _beside(config: Config) -> list[tuple[str, str]]:
     refused += [
         (f"memory.{key}", getattr(config.memory, key))
         for key in ("weights", "gradients", "optimizer", "update")
-        if getattr(config.memory, key) not in _ON_DEVICE
+        if getattr(config.memory, key) not in ON_DEVICE
     ]
     return refused
