@@ -179,10 +179,20 @@ def own_average(executable: Executable, settings: ObjectiveConfig) -> AveragedWe
 
 
 def teachers_in(settings: ObjectiveConfig) -> tuple[Path, ...]:
-    """The folders that `objective.teachers` names."""
+    """The folders that `objective.teachers` names.
+
+    Raises:
+        ConfigError: the average of the weights is to teach beside them.
+    """
     if learns_from_average(settings):
         return ()
-    names = (name.strip() for name in (settings.teachers or "").split(","))
+    names = [name.strip() for name in (settings.teachers or "").split(",")]
+    if EMA in names:
+        raise ConfigError(
+            f"{TEACHERS} {EMA} stands alone",
+            got=settings.teachers,
+            do=f"leave the others out; a folder of that name is ./{EMA}",
+        )
     return tuple(Path(name).expanduser() for name in names if name)
 
 
@@ -203,13 +213,6 @@ def check_teachers(config: Config) -> None:
             do=f"set --objective.name {NAME}"
             if settings.name != NAME
             else f"name runs or folders, separated by commas, or {EMA}",
-        )
-    names = [name.strip() for name in (settings.teachers or "").split(",")]
-    if EMA in names and len(names) > 1:
-        raise ConfigError(
-            f"{TEACHERS} {EMA} stands alone",
-            got=settings.teachers,
-            do=f"leave the others out; a folder of that name is ./{EMA}",
         )
     twice = next((one for one in teachers if teachers.count(one) > 1), None)
     if twice is not None:
