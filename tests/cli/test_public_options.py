@@ -24,8 +24,9 @@ CONFIG = """
 --schedule.name --schedule.warmup-steps --schedule.final-lr-ratio --optimizer.weight-decay --optimizer.beta1
 --optimizer.beta2 --optimizer.eps --optimizer.momentum
 --optimizer.rank --optimizer.refresh-every --optimizer.low-rank-scale --optimizer.refactor-every
---optimizer.clip --objective.name --objective.teachers --objective.teacher-weight --objective.written
---objective.written-tokens --objective.z-loss
+--optimizer.clip --objective.name --objective.teachers --objective.teacher-momentum --objective.teacher-weight
+--objective.written --objective.written-tokens --objective.reference-losses --objective.excess-scale
+--objective.z-loss
 --train.parameters --optimizer.master-weights --optimizer.moments --optimizer.from-weights
 --optimizer.no-from-weights --train.loss-chunk
 --train.compile

@@ -21,8 +21,8 @@ GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "mixtures.md").read_text
 def test_the_command_of_the_guide_runs_and_its_records_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (block,) = re.findall(r"```sh\n(.*?)```", GUIDE, flags=re.DOTALL)
-    program, *words = shlex.split(block)
+    blocks = re.findall(r"```sh\n(.*?)```", GUIDE, flags=re.DOTALL)
+    (program, *words), (_, *weighed) = map(shlex.split, blocks)
     for name, module in (("web.jsonl", inspect), ("books.jsonl", textwrap)):
         lines = inspect.getsource(module).split("\n\n")
         (tmp_path / name).write_text("".join(json.dumps({"text": one}) + "\n" for one in lines))
@@ -33,3 +33,5 @@ def test_the_command_of_the_guide_runs_and_its_records_are_there(
     (mixture,) = (one for one in records(Path("runs/mixed"), "events.jsonl") if one["kind"] == "mixture")
     assert mixture["reason"].startswith("mixture: web.jsonl 50.0% of the samples, ")
     assert [source["share"] for source in mixture["sources"]] == [0.5, 0.3, 0.2]
+    assert main([*weighed, *TINY, f"--data.cache={tmp_path / 'cache'}"]) == 0
+    assert {"loss/web.jsonl", "weight/books.jsonl"} <= records(Path("runs/weighed"))[-1].keys()

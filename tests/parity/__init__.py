@@ -32,6 +32,7 @@ from distributed import spawn
 from torch import Tensor
 
 from parity.formulas import Journeys, axis_bytes, bytes_sent, spared_by_codes
+from scrimp import objectives
 from scrimp.config import Config, replace_values
 from scrimp.config.activations import Activations
 from scrimp.data import Batch
@@ -264,6 +265,7 @@ def made(
         device=torch.device("cpu"),
         parameters=config.train.parameters,
         compute=config.precision_rules.compute,
+        objective=objectives.build(config.objective),
         room=room,
         mesh=RankMesh(config.layout, world),
     )

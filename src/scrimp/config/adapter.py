@@ -18,11 +18,10 @@ from __future__ import annotations
 import dataclasses
 
 from scrimp.config.architecture import Adapter
+from scrimp.config.layout import ON_DEVICE, degrees_in_model
 from scrimp.config.optimizers import facts_of
 from scrimp.config.schema import AdapterConfig, Config
 from scrimp.errors import ConfigError
-
-_ON_DEVICE = ("auto", "device", "0")
 
 
 def adapter_of(config: Config) -> Adapter | None:
@@ -69,13 +68,9 @@ def check_adapter(config: Config) -> None:
 
 def _beside(config: Config) -> list[tuple[str, str]]:
     """Settings that adapters do not go with."""
-    layout, optimizer = config.layout, config.optimizer
+    optimizer = config.optimizer
     refused = [("precision", config.precision)] * config.is_planned
-    refused += [
-        (f"layout.{key}", str(getattr(layout, key)))
-        for key in ("pp", "cp", "tp", "ep", "etp")
-        if getattr(layout, key) > 1
-    ]
+    refused += degrees_in_model(config.layout)
     refused += [("outer.every", str(config.outer.every))] * (config.outer.every > 0)
     # These look at a whole matrix, which A and B are not: it is their product that moves.
     whole = optimizer.name == "muon" or facts_of(optimizer.name).low_rank
@@ -85,9 +80,10 @@ def _beside(config: Config) -> list[tuple[str, str]]:
     refused += [
         (f"memory.{key}", getattr(config.memory, key))
         for key in ("weights", "gradients", "optimizer", "update")
-        if getattr(config.memory, key) not in _ON_DEVICE
+        if getattr(config.memory, key) not in ON_DEVICE
     ]
     if config.adapter.base is not None:
-        refused += [("layout.fsdp", f"{layout.fsdp} with adapter.base")] * ((layout.fsdp or 1) > 1)
+        fsdp = config.layout.fsdp or 1
+        refused += [("layout.fsdp", f"{fsdp} with adapter.base")] * (fsdp > 1)
         refused += [("train.compile", "on with adapter.base")] * (config.train.compile == "on")
     return refused

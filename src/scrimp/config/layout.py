@@ -29,12 +29,19 @@ OPEN_AXES = ("dp", "fsdp")
 """Those that may be left out."""
 AXES = ("pp", *OPEN_AXES, "cp", "tp")
 """Their product is the number of ranks."""
-_ON_DEVICE = ("auto", "device", "0")
+ON_DEVICE = ("auto", "device", "0")
+"""Values of `memory.weights`, `.gradients`, `.optimizer` and `.update` that leave all on the device."""
 
 
 def ranks_of(layout: LayoutConfig) -> int:
     """Ranks that a layout asks for by the degrees that are given: what is planned for where nobody has started any."""
     return math.prod(_given(layout).values())
+
+
+def degrees_in_model(layout: LayoutConfig) -> list[tuple[str, str]]:
+    """Dotted keys and values of the degrees by which ranks share layers, experts or rows."""
+    found = {key: getattr(layout, key) for key in ("pp", "cp", "tp", "ep", "etp")}
+    return [(f"layout.{key}", f"{value:,}") for key, value in found.items() if value > 1]
 
 
 def for_ranks(config: Config, ranks: int, given: Collection[str]) -> Config:
@@ -107,7 +114,7 @@ def check_beside_layout(config: Config) -> None:
     refused = [
         (f"memory.{key}", getattr(memory, key))
         for key in ("weights", "gradients", "update")  # FSDP2 has them where it gathers and reduces
-        if getattr(memory, key) not in _ON_DEVICE
+        if getattr(memory, key) not in ON_DEVICE
     ]
     if config.is_planned and not facts_of(name).planned_on_ranks:
         refused.append(("precision", f"{config.precision} beside optimizer.name {name}"))
@@ -165,7 +172,7 @@ def check_outer(config: Config, device_type: str, ranks: int) -> None:
     refused += [
         (f"memory.{key}", getattr(memory, key))
         for key in ("weights", "gradients", "optimizer", "update")
-        if getattr(memory, key) not in _ON_DEVICE
+        if getattr(memory, key) not in ON_DEVICE
     ]
     for key, value in refused:
         raise ConfigError(

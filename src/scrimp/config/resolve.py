@@ -53,6 +53,8 @@ from scrimp.config.layout import (
 )
 from scrimp.config.low_rank import check_low_rank
 from scrimp.config.optimizers import check_optimizer, facts_of
+from scrimp.config.own_average import check_own_average, learns_from_average
+from scrimp.config.reference_losses import check_reference_losses
 from scrimp.config.resolved import ResolvedConfig, closed
 from scrimp.config.schema import Config, Decide, Decision, decided
 from scrimp.errors import ConfigError
@@ -140,6 +142,8 @@ def _with_formats(config: Config, decide: Decide) -> Config:
     check_optimizer(config)
     check_beside_layout(config)
     check_adapter(config)
+    check_own_average(config)
+    check_reference_losses(config)
     return config
 
 
@@ -148,6 +152,7 @@ def _with_homes(config: Config, decide: Decide) -> Config:
     why = f"optimizer {config.optimizer.name} updates" if not facts_of(config.optimizer.name).on_host else ""
     why = "the outer optimizer updates" if config.outer.every else why
     why = "adapters are trained" if config.adapter.rank else why
+    why = "the average of the weights is" if learns_from_average(config.objective) else why
     if why:
         on_device = "device", f"{why} on the device"
         for key in ("memory.weights", "memory.gradients", "memory.optimizer"):

@@ -175,13 +175,22 @@ class ObjectiveConfig:
     assistant wrote. distill: next-token, and what teachers say of each token. Or FILE.py:NAME, a class of your own
     (with --trust-code; see examples/own_objective.py)."""
     teachers: str | None = None
-    """distill: runs or Hugging Face folders, separated by commas. Of several the logits are averaged."""
+    """distill: runs or Hugging Face folders, separated by commas; of several the logits are averaged. Or ema: the
+    model's own weights, averaged exponentially."""
+    teacher_momentum: float = 0.9
+    """ema: what the average keeps of itself in each update, m in T <- m T + (1 - m) W."""
     teacher_weight: float = 0.5
     """distill: share of the loss that is the teachers'. 0: they only write (`written`)."""
     written: float = 0.0
     """distill: share of the samples that the teachers write themselves, before the run begins."""
     written_tokens: int | None = None
     """distill: the most that they write, which is then read again and again. Unset: all that is read, once."""
+    reference_losses: str | None = None
+    """With data.mix: of each source that is trained on a loss that can be reached, in nats a token, as
+    a.txt=3.1,b.txt=2.4 (names as in eval_loss/NAME). Sources count the more, up to twice, the further they are above
+    theirs. Unset: all count alike."""
+    excess_scale: float = 0.25
+    """reference_losses: a source that is so many nats further above its reference than the nearest one counts 1.39."""
     z_loss: float = 0.0
     """Weight of the squared log-partition penalty; 0 switches it off."""
 

@@ -99,6 +99,8 @@ RANGES: dict[str, Range] = {
     "optimizer.clip": Range(0, 10**9),
     "objective.z_loss": Range(0, 1),
     "objective.teacher_weight": Range(0, 1),
+    "objective.teacher_momentum": Range(0, 1, below=True),
+    "objective.excess_scale": Range(0, 10**3, above=True),
     "objective.written": Range(0, 1, below=True),
     "objective.written_tokens": Range(1, 2**40),
     "train.loss_chunk": _COUNT_OR_OFF,

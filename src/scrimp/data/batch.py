@@ -28,6 +28,10 @@ class Batch:
     B * T; None where documents are not kept apart."""
     num_targets: int
     """Targets that count."""
+    sources_B: Tensor | None = None  # noqa: N815
+    """int64: number of the source that a row comes from; None where there is one source."""
+    weights_G: Tensor | None = None  # noqa: N815
+    """float32: what targets count by their source; None: all alike."""
 
     @classmethod
     def of(cls, tokens_BT: Tensor, targets_BT: Tensor, document_starts: Tensor | None = None) -> Batch:
@@ -51,8 +55,14 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; document starts stay on the CPU."""
+
+        def there(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
         return replace(
             self,
             tokens_BT=self.tokens_BT.to(device, non_blocking=True),
             targets_BT=self.targets_BT.to(device, non_blocking=True),
+            sources_B=there(self.sources_B),
+            weights_G=there(self.weights_G),
         )

@@ -28,8 +28,8 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
@@ -104,6 +104,10 @@ class Mixed:
         """The row at a position of an endless run."""
         source, before = self._order[position]
         return self._parts[source].at(before)
+
+    def sources_at(self, positions: Iterable[int]) -> torch.Tensor:
+        """Numbers of the streams that the rows at some positions come from."""
+        return torch.tensor([self._order[position][0] for position in positions])
 
 
 def _ordered(
@@ -192,6 +196,9 @@ class _Producer:
             offsets = range(first, min(first + self.micro_batch, self.own.stop))
             rows = [self.rows.at(position + offset) for offset in offsets]
             batch = _batch(rows, self.sequence, self.mask_documents)
+            if isinstance(self.rows, Mixed):
+                sources_B = self.rows.sources_at(position + offset for offset in offsets)
+                batch = replace(batch, sources_B=sources_B)
             batches.append(batch.pin() if self.pin else batch)
         return batches
 

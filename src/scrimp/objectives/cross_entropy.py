@@ -22,6 +22,8 @@ Soft     With targets q of a teacher (`soft_targets`) and their weight w the cro
              penalty         = c lse^2 + w (sum_v -q[v] log p[v] - (lse - logits[y]))
              d total / logits = p (1 + 2 c lse) - (1 - w) onehot(y) - w q
 
+Sources  With weights of sources (`source_weights`) a target's row of the gradient is multiplied by its own; loss stays
+         that without weights, penalty gets the rest.
 Ranks    that have parts of the vocabulary exchange three numbers per token (`cut_vocabulary`).
 Types    GEMMs run in the compute type (autocast's, else that of h) or as a plan says, softmax and sums in
          float32, and the weight's gradient is summed over chunks in float32. Float64 stays
@@ -58,6 +60,7 @@ from scrimp.models.functions import at_least_float32, float32_or_wider
 from scrimp.objectives.base import LossSums
 from scrimp.objectives.cut_vocabulary import CutVocabulary
 from scrimp.objectives.soft_targets import SoftTargets, Taught
+from scrimp.objectives.source_weights import SourceWeights
 
 BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 """Logits whose softmax is computed at once, by device type."""
@@ -73,6 +76,7 @@ def cross_entropy_sums(
     planned: PlannedLayer | None = None,
     vocabulary: CutVocabulary | None = None,
     soft: SoftTargets | None = None,
+    weights: SourceWeights | None = None,
 ) -> LossSums:
     """The cross-entropy of hidden states against targets, and the z-loss as its penalty, with the head's GEMM inside.
 
@@ -85,10 +89,11 @@ def cross_entropy_sums(
         planned: formats of the head's three GEMMs; None: the compute type.
         vocabulary: the words of `weight_VD`, where other ranks have others; None: it has all.
         soft: what a teacher says of the same tokens, not beside `vocabulary`; None: there is none.
+        weights: what targets count, not beside `vocabulary`; None: all alike.
     """
     training = torch.is_grad_enabled()
     chunk = chunk or len(targets_S)
-    cross_entropy, z = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+    cross_entropy, z, losses_G = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         hidden_SD,
         weight_VD,
         targets_S,
@@ -99,8 +104,9 @@ def cross_entropy_sums(
         planned,
         vocabulary,
         soft,
+        weights,
     )
-    return LossSums(cross_entropy, z)
+    return LossSums(cross_entropy, z, {} if weights is None else weights.metrics(losses_G, targets_S))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -117,9 +123,11 @@ class _ChunkedLoss(torch.autograd.Function):
         planned: PlannedLayer | None,
         vocabulary: CutVocabulary | None,
         soft: SoftTargets | None,
-    ) -> tuple[Tensor, Tensor]:
+        weights: SourceWeights | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         needs_hidden, needs_weight = (training and needed for needed in ctx.needs_input_grad[:2])
         sums = hidden_SD.new_zeros(2, dtype=float32_or_wider(compute))
+        losses_G = None if weights is None else sums.new_zeros(len(weights.weights_G))
         grad_hidden = torch.empty_like(hidden_SD) if needs_hidden else None
         grad_weight: Tensor | None = None
         with torch.autocast(hidden_SD.device.type, enabled=False):
@@ -130,7 +138,12 @@ class _ChunkedLoss(torch.autograd.Function):
                 logits_QV = head.fprop(hidden)
                 differentiates = needs_hidden or needs_weight
                 taught = None if soft is None else Taught(soft.weight, soft.probabilities(part))
-                sums += _losses(logits_QV, targets, real_Q1, z_loss, differentiates, vocabulary, taught)
+                each = None if weights is None else sums.new_empty(2, len(targets), 1)
+                found = _losses(logits_QV, targets, real_Q1, z_loss, differentiates, vocabulary, taught, each)
+                if weights is not None and each is not None and losses_G is not None:
+                    found[1], of_sources_G = weights.weigh(logits_QV, each, part)
+                    losses_G += of_sources_G
+                sums += found
                 # From here on logits_QV holds the gradient.
                 if grad_hidden is not None or needs_weight:
                     grad_part, grad_weight = head.backward(
@@ -148,13 +161,18 @@ class _ChunkedLoss(torch.autograd.Function):
                 del logits_QV, taught
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight_VD.dtype)
-        ctx.gradients, ctx.has_penalty = (grad_hidden, grad_weight), bool(z_loss) or soft is not None
+        ctx.gradients = grad_hidden, grad_weight
+        ctx.has_penalty = bool(z_loss) or soft is not None or weights is not None
         ctx.set_materialize_grads(False)
-        return sums[0].clone(), sums[1].clone()
+        if losses_G is not None:
+            ctx.mark_non_differentiable(losses_G)
+        return sums[0].clone(), sums[1].clone(), losses_G
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_ce: Tensor | None, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_ce: Tensor | None, grad_z: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(
                 "the loss was differentiated twice; its gradients are kept for one backward pass"
@@ -164,7 +182,7 @@ class _ChunkedLoss(torch.autograd.Function):
         # Taken out of ctx, so that autograd can hand on these tensors without a copy.
         gradients, ctx.gradients = ctx.gradients, None
         hidden, weight = (None if g is None or grad_ce is None else g.mul_(grad_ce) for g in gradients)
-        return hidden, weight, *[None] * 8
+        return hidden, weight, *[None] * 9
 
 
 def _losses(
@@ -175,20 +193,29 @@ def _losses(
     training: bool,
     vocabulary: CutVocabulary | None,
     taught: Taught | None,
+    each_2Q1: Tensor | None,
 ) -> Tensor:
-    """Both sums of one chunk, shape (2,); when training, logits_QV becomes its own gradient."""
+    """Both sums of one chunk, shape (2,); when training, logits_QV becomes its own gradient.
+
+    Args:
+        each_2Q1: becomes the loss and the penalty of each token; not beside `vocabulary`.
+    """
     rows = max(1, BLOCK_ELEMENTS.get(logits_QV.device.type, 2**26) // logits_QV.shape[1])
     if vocabulary is not None:
         return vocabulary.losses(logits_QV, targets_Q, real_Q1, z_loss, training, rows=rows)
     if taught is None and _has_kernel(logits_QV):
-        return kernels.cross_entropy(logits_QV, targets_Q, z_loss, training=training).sum(0)
+        losses_Q2 = kernels.cross_entropy(logits_QV, targets_Q, z_loss, training=training)
+        if each_2Q1 is not None:
+            each_2Q1.copy_(losses_Q2.T[:, :, None])
+        return losses_Q2.sum(0)
     index_Q1 = targets_Q[:, None].clamp_min(0)
     sums_B2 = logits_QV.new_empty(-(-len(logits_QV) // rows), 2, dtype=float32_or_wider(logits_QV.dtype))
     for part in cut(len(logits_QV), rows):
         of_block = None if taught is None else Taught(taught.weight, taught.probabilities[part])
-        sums_B2[part.start // rows] = _block(
-            logits_QV[part], index_Q1[part], real_Q1[part], z_loss, training, of_block
-        )
+        found_2R1 = _block(logits_QV[part], index_Q1[part], real_Q1[part], z_loss, training, of_block)
+        sums_B2[part.start // rows] = found_2R1.sum(dim=(1, 2))
+        if each_2Q1 is not None:
+            each_2Q1[:, part] = found_2R1
     return sums_B2.sum(0)
 
 
@@ -207,7 +234,7 @@ def _may_run(device: torch.device) -> bool:
         logits = (3 * torch.randn(5, 9001, generator=generator)).to(device)
         targets = torch.tensor([0, 9000, -1, 17, 4096], device=device)
         index, real, operators = targets[:, None].clamp_min(0), (targets >= 0)[:, None], logits.clone()
-        expected = _block(operators, index, real, 1e-3, training=True)
+        expected = _block(operators, index, real, 1e-3, training=True).sum(dim=(1, 2))
         found = kernels.cross_entropy(logits, targets, 1e-3, training=True).sum(0)
         are_close = torch.allclose(logits, operators, rtol=1e-4, atol=1e-6)
         return are_close and torch.allclose(found, expected, rtol=1e-5)
@@ -223,6 +250,7 @@ def _block(
     training: bool,
     taught: Taught | None = None,
 ) -> Tensor:
+    """Loss and penalty of each token, shape (2, R, 1); when training, logits_RV becomes its own gradient."""
     wide_RV = at_least_float32(logits_RV)
     target_logit_R1 = wide_RV.gather(1, index_R1)
     log_p_RV = torch.log_softmax(wide_RV, dim=-1)
@@ -242,7 +270,7 @@ def _block(
             grad_RV.add_(taught.probabilities, alpha=-weight)
         if grad_RV is not logits_RV:
             logits_RV.copy_(grad_RV)
-    return torch.stack([nll_R1, penalty_R1]).masked_fill_(~real_R1, 0.0).sum(dim=(1, 2))
+    return torch.stack([nll_R1, penalty_R1]).masked_fill_(~real_R1, 0.0)
 
 
 def _same(first: Tensor | None, second: Tensor | None) -> bool:

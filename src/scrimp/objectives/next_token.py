@@ -20,6 +20,8 @@ from scrimp.models.model import Model
 from scrimp.objectives.base import LossSums, Reads
 from scrimp.objectives.cross_entropy import cross_entropy_sums
 from scrimp.objectives.cut_vocabulary import CutVocabulary
+from scrimp.objectives.soft_targets import SoftTargets
+from scrimp.objectives.source_weights import SourceWeights
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,15 @@ class NextToken:
 
     def loss(self, model: Model, batch: Batch, *, chunk: int = 0) -> LossSums:
         """See `Objective`."""
-        hidden_BTD = model(batch.tokens_BT, batch.document_starts)
-        return self.head_loss(model, hidden_BTD.flatten(0, 1), batch.targets_BT.flatten(), chunk=chunk)
+        hidden_SD = model(batch.tokens_BT, batch.document_starts).flatten(0, 1)
+        targets_S, weights = batch.targets_BT.flatten(), SourceWeights.of(batch)
+        if weights is None:
+            return self.head_loss(model, hidden_SD, targets_S, chunk=chunk)
+        return self._sums(model, hidden_SD, targets_S, chunk, weights=weights)
 
     def head_loss(self, model: Model, hidden_SD: Tensor, targets_S: Tensor, *, chunk: int = 0) -> LossSums:
         """See `Objective`."""
-        return cross_entropy_sums(
-            hidden_SD,
-            model.head_weight,
-            targets_S,
-            chunk=chunk,
-            z_loss=self.z_loss,
-            planned=model.planned_head,
-            vocabulary=_vocabulary(model),
-        )
+        return self._sums(model, hidden_SD, targets_S, chunk)
 
     def count(self, batch: Batch) -> int:
         """The real targets."""
@@ -67,6 +64,28 @@ class NextToken:
     def head_passes(self, num_tokens: int, chunk: int) -> int:
         """One per chunk."""
         return -(-num_tokens // (chunk or num_tokens))
+
+    def _sums(
+        self,
+        model: Model,
+        hidden_SD: Tensor,
+        targets_S: Tensor,
+        chunk: int,
+        *,
+        soft: SoftTargets | None = None,
+        weights: SourceWeights | None = None,
+    ) -> LossSums:
+        return cross_entropy_sums(
+            hidden_SD,
+            model.head_weight,
+            targets_S,
+            chunk=chunk,
+            z_loss=self.z_loss,
+            planned=model.planned_head,
+            vocabulary=_vocabulary(model),
+            soft=soft,
+            weights=weights,
+        )
 
 
 def _vocabulary(model: Model) -> CutVocabulary | None:

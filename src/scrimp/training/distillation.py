@@ -8,6 +8,10 @@ Method   `objective.teachers` names runs or Hugging Face folders. In every micro
          (`scrimp.training.written_text`). Shown and recorded is the loss of the tokens alone, and evaluations run no
          teacher: figures stay comparable with those of any run.
          A teacher has the parameters' format of the model that it teaches, and lies on the device as a whole.
+Average  With `objective.teachers = "ema"` the teacher is the exponential average of the model's own weights
+         (`scrimp.runtime.averaged_weights`), as of a mean teacher: `own_average` makes it, and a run's steps move it.
+         It is in checkpoints. Whoever runs the loss without an average (timing, before there is a run) has the model
+         itself as its teacher, which is what an average begins as.
 Resuming A digest of each teacher stands in run.json: a run goes on with the teachers that it began with.
 Memory   The account has the teachers' weights, their last hidden states and their logits. They run before the student
          does, when nothing is kept of it yet: what a forward pass takes for a moment is not counted.
@@ -18,6 +22,7 @@ Checked  tests/training/test_distillation.py
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from collections.abc import Sequence
@@ -30,6 +35,7 @@ from torch import Tensor
 
 from scrimp.config import Architecture, Config, ObjectiveConfig, ranks_of
 from scrimp.config.mixture import MOST_PARTS
+from scrimp.config.own_average import EMA, learns_from_average
 from scrimp.config.schema import decided
 from scrimp.data import Batch, Corpus, Mixture, load_tokenizer
 from scrimp.errors import ConfigError, ModelError
@@ -38,10 +44,12 @@ from scrimp.gemm.problem import DTYPES
 from scrimp.models import spec_of
 from scrimp.models.model import Model, build_model
 from scrimp.objectives.base import LossSums
-from scrimp.objectives.cross_entropy import cross_entropy_sums
 from scrimp.objectives.next_token import NextToken
 from scrimp.objectives.soft_targets import SoftTargets
-from scrimp.runtime.execute import PLANNED_PROBE_TOKENS
+from scrimp.objectives.source_weights import SourceWeights
+from scrimp.runtime.averaged_weights import AveragedWeights
+from scrimp.runtime.execute import PLANNED_PROBE_TOKENS, Executable
+from scrimp.runtime.parallel import units
 from scrimp.training.checkpoint_manifest import MANIFEST
 from scrimp.training.trained_weights import (
     architecture_of_weights,
@@ -63,61 +71,74 @@ class Distillation(NextToken):
     teachers: tuple[Path, ...] = ()
     weight: float = 0.5
     """Share of the loss that is the teachers'."""
+    is_own_average: bool = False
+    """Whether the teacher is the average of the trained model's own weights."""
     _loaded: list[Model] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
     def build(cls, settings: ObjectiveConfig) -> Distillation:
         """As the settings say."""
-        return cls(z_loss=settings.z_loss, teachers=teachers_in(settings), weight=settings.teacher_weight)
+        return cls(
+            z_loss=settings.z_loss,
+            teachers=teachers_in(settings),
+            weight=settings.teacher_weight,
+            is_own_average=learns_from_average(settings),
+        )
 
     def loss(self, model: Model, batch: Batch, *, chunk: int = 0) -> LossSums:
         """See `Objective`; without gradients or weight the teachers do not run."""
         if not (self.weight and torch.is_grad_enabled()):
             return super().loss(model, batch, chunk=chunk)
-        soft = self._soft(model, batch)
-        hidden_BTD = model(batch.tokens_BT, batch.document_starts)
-        return self._sums(model, hidden_BTD.flatten(0, 1), batch.targets_BT.flatten(), chunk, soft)
+        teachers = self._models(model, batch.tokens_BT.device)
+        with self._in_format_of(model):
+            soft = soft_targets(teachers, batch, self.weight)
+        hidden_SD = model(batch.tokens_BT, batch.document_starts).flatten(0, 1)
+        targets_S, weights = batch.targets_BT.flatten(), SourceWeights.of(batch)
+        sums = self._sums(model, hidden_SD, targets_S, chunk, soft=soft, weights=weights)
+        for teacher in self._loaded:
+            for unit in units(teacher):  # the head was gathered until here
+                unit.reshard()
+        return sums
 
     def head_loss(self, model: Model, hidden_SD: Tensor, targets_S: Tensor, *, chunk: int = 0) -> LossSums:
         """See `Objective`: with stand-ins, without memory, of the teachers' states and heads."""
         if not self.weight:
             return super().head_loss(model, hidden_SD, targets_S, chunk=chunk)
-        number = hidden_SD.new_empty(())
+        number = hidden_SD.new_empty((), dtype=torch.float32 if self.is_own_average else None)
         widths = [_architecture(one).width for one in self.teachers]
+        widths += [hidden_SD.shape[1]] * self.is_own_average
         soft = SoftTargets(
             self.weight,
             tuple(number.expand(len(targets_S), width) for width in widths),
             tuple(number.expand(len(model.head_weight), width) for width in widths),
         )
-        return self._sums(model, hidden_SD, targets_S, chunk, soft)
+        return self._sums(model, hidden_SD, targets_S, chunk, soft=soft)
 
     def resident_bytes(self, parameters: str, tokens: int) -> int:
-        """The teachers' weights, and their last hidden states; of those that only write nothing."""
+        """The teachers' weights, and their last hidden states; of those that only write nothing, nor of the average,
+        which ranks share (`scrimp.planner.memory.average_costs`)."""
         if not self.weight:
             return 0
         known = [_architecture(one) for one in self.teachers]
         count = sum(spec_of(one).parameters + tokens * one.width for one in known)
         return count * DTYPES[parameters].itemsize
 
-    def _sums(
-        self, model: Model, hidden_SD: Tensor, targets_S: Tensor, chunk: int, soft: SoftTargets
-    ) -> LossSums:
-        return cross_entropy_sums(
-            hidden_SD,
-            model.head_weight,
-            targets_S,
-            chunk=chunk,
-            z_loss=self.z_loss,
-            planned=model.planned_head,
-            soft=soft,
-        )
+    def learn_from(self, average: Model) -> None:
+        """The average of the weights is there."""
+        self._loaded[:] = [average]
 
-    def _soft(self, model: Model, batch: Batch) -> SoftTargets:
+    def _in_format_of(self, model: Model) -> contextlib.AbstractContextManager[object]:
+        """The average is in float32, and computes in the format of a model that is not."""
+        if self.is_own_average and model.dtype != torch.float32:
+            return torch.autocast(model.head_weight.device.type, model.dtype)
+        return contextlib.nullcontext()
+
+    def _models(self, model: Model, device: torch.device) -> Sequence[Model]:
+        if self.is_own_average:
+            return self._loaded or [model]
         if not self._loaded:
-            self._loaded.extend(
-                frozen_model(one, batch.tokens_BT.device, model.dtype) for one in self.teachers
-            )
-        return soft_targets(self._loaded, batch, self.weight)
+            self._loaded.extend(frozen_model(one, device, model.dtype) for one in self.teachers)
+        return self._loaded
 
 
 @running
@@ -147,9 +168,31 @@ def frozen_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Mode
     return model.eval().requires_grad_(False)
 
 
+def own_average(executable: Executable, settings: ObjectiveConfig) -> AveragedWeights | None:
+    """The average of an executable's weights, its teacher from now on; None: others teach, or nobody."""
+    if not learns_from_average(settings):
+        return None
+    assert isinstance(executable.objective, Distillation), "checked before"
+    found = AveragedWeights(executable, settings.teacher_momentum)
+    executable.objective.learn_from(found.model)
+    return found
+
+
 def teachers_in(settings: ObjectiveConfig) -> tuple[Path, ...]:
-    """The folders that `objective.teachers` names."""
-    names = (name.strip() for name in (settings.teachers or "").split(","))
+    """The folders that `objective.teachers` names.
+
+    Raises:
+        ConfigError: the average of the weights is to teach beside them.
+    """
+    if learns_from_average(settings):
+        return ()
+    names = [name.strip() for name in (settings.teachers or "").split(",")]
+    if EMA in names:
+        raise ConfigError(
+            f"{TEACHERS} {EMA} stands alone",
+            got=settings.teachers,
+            do=f"leave the others out; a folder of that name is ./{EMA}",
+        )
     return tuple(Path(name).expanduser() for name in names if name)
 
 
@@ -162,12 +205,14 @@ def check_teachers(config: Config) -> None:
     settings = config.objective
     teachers, layout = teachers_in(settings), config.layout
     _check_written(config)
-    if (settings.name == NAME) != bool(teachers):
+    if (settings.name == NAME) != (bool(teachers) or learns_from_average(settings)):
         raise ConfigError(
             f"objective.name {settings.name} and {TEACHERS} do not go together",
-            got=f"{TEACHERS} {settings.teachers}" if teachers else f"no {TEACHERS}",
+            got=f"{TEACHERS} {settings.teachers}" if settings.name != NAME else f"no {TEACHERS}",
             expected=f"both or neither: objective.name {NAME} learns from teachers",
-            do=f"set --objective.name {NAME}" if teachers else "name runs or folders, separated by commas",
+            do=f"set --objective.name {NAME}"
+            if settings.name != NAME
+            else f"name runs or folders, separated by commas, or {EMA}",
         )
     twice = next((one for one in teachers if teachers.count(one) > 1), None)
     if twice is not None:

@@ -14,7 +14,8 @@ Method   `rows_of` puts beside one another: seconds of a step (where ranks were 
          With corrected rates the open layouts are predicted again. With s' seconds of a step in the best of them, s in
          this one, and n steps left, another one is advised where n (s - s') is more than the seconds of a restart.
 Limits   Collectives are counted within the passes of a step and the sums over copies; those of whole copies and of cp
-         are not predicted, nor anything of pipelines, of experts and of copies that train alone. Seconds in exchanges
+         are not predicted, nor anything of pipelines, of experts, of copies that train alone and of models that learn
+         from their own average. Seconds in exchanges
          are with waits for slower ranks. A restart is taken to cost what this start did.
 Checked  tests/training/test_layout_proof.py
 """
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from scrimp.config import Resolution, ResolvedConfig
+from scrimp.config.own_average import learns_from_average
 from scrimp.models import ModelSpec, spec_of
 from scrimp.models.shapes import sizes_of
 from scrimp.planner.axis_traffic import degrees_of, traffic_of
@@ -104,6 +106,7 @@ def rows_of(decisions: Decisions, prediction: Prediction | None, measured: First
     rows += _peaks(decisions, measured)
     spec = spec_of(decisions.architecture)
     is_known = config.layout.pp == 1 and config.outer.every == 0 and spec.routing is None
+    is_known = is_known and not learns_from_average(config.objective)
     return rows + exchange_rows(config, spec if is_known else None, measured.calls)
 
 

@@ -16,6 +16,7 @@ from scrimp.planner.flops import Peaks
 from scrimp.profiler import MemoryMeter
 from scrimp.report.memory_text import runs_of
 from scrimp.runtime import Executable
+from scrimp.runtime.averaged_weights import AveragedWeights
 from scrimp.runtime.memory import PhaseEdges
 from scrimp.training.checkpoint import CheckpointStore
 from scrimp.training.memory.between_phases import MEASURING, cache_of, heap_of
@@ -25,6 +26,7 @@ from scrimp.training.progress import StepLine
 from scrimp.training.run_record import RunRecord
 from scrimp.training.run_state import Position
 from scrimp.training.setup import Decisions
+from scrimp.training.source_weighting import SourceWeighting
 from scrimp.training.trained_weights import Base
 
 
@@ -50,6 +52,10 @@ class Run:
     """What moves copies that take steps of their own."""
     files: dict[str, str]
     """Name to text of what every checkpoint holds beside the plan."""
+    average: AveragedWeights | None = None
+    """Of the weights, where the model learns from it."""
+    weighting: SourceWeighting | None = None
+    """What targets count by their source; None: all alike."""
     base: Base | None = None
     """The weights that adapters stand beside; None without adapters."""
     position: Position = field(default_factory=Position)

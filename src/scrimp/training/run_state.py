@@ -54,11 +54,15 @@ class RunState:
     base: str | None = None
     """The digest of the weights that adapters stand beside (`trained_weights.Base`), of which a checkpoint has no copy;
     None without adapters."""
+    source_losses: dict[str, float] | None = None
+    """Averages of the losses of sources that have been seen (`scrimp.training.source_weighting`); None: all sources
+    count alike."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `CheckpointStore.save`."""
         values = dataclasses.asdict(self) | {"architecture": self.architecture.to_json()}
-        return {key: value for key, value in values.items() if key not in ("precision", "base") or value}
+        may_lack = ("precision", "base", "source_losses")
+        return {key: value for key, value in values.items() if key not in may_lack or value}
 
 
 def read_state(checkpoint: Checkpoint) -> RunState:

@@ -43,6 +43,7 @@ from scrimp.runtime.memory import ArenaTooSmallError
 from scrimp.runtime.parallel import RankMesh
 from scrimp.training.announce import announce
 from scrimp.training.checkpoint import CheckpointStore
+from scrimp.training.distillation import own_average
 from scrimp.training.finish import RunSummary, finish, finish_failed
 from scrimp.training.guards import StopSignals
 from scrimp.training.loop import Trainer
@@ -68,6 +69,7 @@ from scrimp.training.run_folder import (
 )
 from scrimp.training.run_record import make_record, read_record, write_record
 from scrimp.training.setup import Decisions
+from scrimp.training.source_weighting import weighting_of
 from scrimp.training.start import Start, digests_of, fresh_start, resumed_start
 from scrimp.training.trained_weights import fill_from_checkpoint, fill_from_weights
 from scrimp.world import World, told_like
@@ -360,6 +362,8 @@ def _begun(
         executable=executable,
         optimizer=optimizer,
         outer=build_outer(config.outer, optimizer, executable.mesh, config.optimizer.lr, copies),
+        average=own_average(executable, config.objective),
+        weighting=weighting_of(config),
         plans=PlanInForce(decisions.plan),
         meter=meter,
         peaks=peaks,

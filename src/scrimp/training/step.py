@@ -4,7 +4,7 @@ A step, over micro-batches i of a batch of N targets in all, as the objective co
 
     loss = sum_i loss_i / N                 so that cutting the batch otherwise changes nothing
     backward of (loss_i + penalty_i) / N for each i, gradients add up
-    skip if loss or gradient norm is not finite; clip; update; next
+    skip if loss or gradient norm is not finite; clip; update; the average of the weights follows; next
 
 A step whose passes run out of memory is given up, and taken again by a plan that takes less
 (`scrimp.training.memory.oom`).
@@ -78,6 +78,8 @@ class Stepper:
         run.phases.switch(TRAINING)
         start = time.perf_counter()
         batches = next(loader)
+        if run.weighting is not None:
+            batches = run.weighting.weighed(batches)
         with record().in_step(run.step + 1):
             result = self._update(batches)
         seconds = time.perf_counter() - start
@@ -101,11 +103,15 @@ class Stepper:
             optimizer.clip(norm, run.config.optimizer.clip)
             self.is_updating = True  # from here to the end the state is of no step
             optimizer.step(lr)
+            if run.average is not None:
+                run.average.follow()
             self.is_updating = False
         else:
             run.event("skipped", reason, step=run.step + 1)
             run.line.message(f"step {run.step + 1} skipped: {reason}")
         optimizer.zero_grad()
+        if run.weighting is not None:
+            metrics = run.weighting.seen(metrics, learns=reason is None)
         run.position.step += 1
         run.position.updates = optimizer.num_updates - run.position.updates_before
         return StepResult(loss, norm, lr, reason is not None, 0.0, 0.0, metrics)

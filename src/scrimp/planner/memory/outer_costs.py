@@ -22,7 +22,8 @@ _EXCHANGED = {"fp32": 8, "fp8": 18}
 """Bytes per number while an exchange is made."""
 _MOMENTUM, _ROUND_START = 4, 4
 """Bytes per number that checkpoints hold, and that they do not."""
-_PARAMETER_BYTES = {"fp32": 4, "bf16": 2}
+PARAMETER_BYTES = {"fp32": 4, "bf16": 2}
+"""Bytes of a number of the weights, by `train.parameters`."""
 
 
 def with_outer(costs: StepCosts, config: ResolvedConfig) -> StepCosts:
@@ -30,7 +31,7 @@ def with_outer(costs: StepCosts, config: ResolvedConfig) -> StepCosts:
     outer = config.outer
     if outer.every == 0:
         return costs
-    size = _PARAMETER_BYTES[config.train.parameters]
+    size = PARAMETER_BYTES[config.train.parameters]
     ends, classes = costs.ends, costs.classes
     numbers = ends.weights // size + sum(classes[number].weights // size for number in costs.blocks)
     beside = _ROUND_START + (_EXCHANGED[outer.exchange] if outer.overlap else 0)

@@ -1,8 +1,9 @@
 """Checkpoints of a run: what its state is, when it is written, and what is told of it.
 
-The state is small: parameters that are trained, optimizer, random state, two integers (step and updates) and the
-precision cycle's own. Everything else (data order, learning rate, initialisation) is a function of the configuration
-and of these, which is why a resumed run repeats the same losses bit for bit.
+The state is small: parameters that are trained, optimizer, average of the weights, random state, two integers (step and
+updates), averages of sources' losses and the precision cycle's own. Everything else (data order, learning rate,
+initialisation) is a function of the configuration and of these, which is why a resumed run repeats the same losses bit
+for bit.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Checkpoints(Callback):
             f"{MODEL_PREFIX}{name}": part for name, part in run.executable.parameters() if name in trained
         }
         state |= {f"{OPTIMIZER_PREFIX}{name}": part for name, part in run.optimizer.parts()}
+        if run.average is not None:
+            state |= {f"average.{name}": part for name, part in run.average.parts()}
         if run.outer is not None:
             state |= {f"outer.{name}": part for name, part in run.outer.parts()}
             if run.executable.mesh.copy > 0:  # each copy's mesh is its own: its shards have writers there
@@ -69,6 +72,8 @@ class Checkpoints(Callback):
         checkpoint.load(parts, self._run.decisions.world)
         torch.set_rng_state(parts[RANDOM_STATE].local)
         self._run.position = state.position
+        if self._run.weighting is not None:
+            self._run.weighting.restore(state.source_losses)
         self._run.optimizer.restore_updates(state.position.all_updates)
         if self._cycle is not None:
             self._cycle.restore(state.precision, state.position.step)
@@ -101,6 +106,7 @@ class Checkpoints(Callback):
             run.record.digest,
             None if self._cycle is None else self._cycle.to_state(),
             None if run.base is None else run.base.digest,
+            None if run.weighting is None else run.weighting.losses,
         )
         skipped = run.step - run.position.updates
         files = run.files | {PLAN: self._plan_text()}

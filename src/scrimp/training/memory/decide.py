@@ -32,6 +32,7 @@ from scrimp.config.activations import (
     blocks_on_host,
 )
 from scrimp.config.optimizers import facts_of
+from scrimp.config.own_average import learns_from_average
 from scrimp.data import held_bytes
 from scrimp.errors import PlanError
 from scrimp.models import spec_of
@@ -40,6 +41,7 @@ from scrimp.optim import memory_of
 from scrimp.optim.rate import cpu_update_rate
 from scrimp.planner import Plan
 from scrimp.planner.memory.account import account_step
+from scrimp.planner.memory.average_costs import with_average
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.machine import Machine, Setup, Update
@@ -165,7 +167,8 @@ def _resident(config: ResolvedConfig, architecture: Architecture, device: Device
     """Everything on the device, where it takes a small share of it; None where it does not, or the user has said
     something else. Where the optimizer updates on the device alone, that states are there says nothing."""
     blocks = architecture.num_layers
-    may_place = facts_of(config.optimizer.name).on_host and not (config.outer.every or config.adapter.rank)
+    stays = config.outer.every or config.adapter.rank or learns_from_average(config.objective)
+    may_place = facts_of(config.optimizer.name).on_host and not stays
     if config.memory.activations not in ("auto", "keep"):
         return None
     if may_place and split_of(config, blocks) is not None:
@@ -398,7 +401,10 @@ def _traced(
     with said_if_slow("tracing the model ..."):
         found = [_traced_base(config, architecture, device, choices, base) for base in bases]
     most = _with_objective(_with_batches(max(found, key=_most), config, device), config)
-    return most if config.layout.pp > 1 else with_outer(shared(most, config), config)
+    if config.layout.pp > 1:
+        return most
+    costs = with_outer(shared(most, config), config)
+    return with_average(costs, config, width=architecture.width, ends=most.ends.weights)
 
 
 def _with_batches(costs: StepCosts, config: ResolvedConfig, device: torch.device) -> StepCosts:

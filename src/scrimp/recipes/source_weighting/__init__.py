@@ -1,0 +1,74 @@
+"""Sources of unequal share, learnt more evenly: by the average of the model's own weights as its teacher, and by
+weights of sources that it is behind with.
+
+Problem  A mixture has a large source and small ones. The model serves each of them, and is judged by the mean of their
+         losses, but the small ones have few steps.
+Method   Two parts of Momentum-GS, a method for splitting one large scene into blocks that share a decoder.
+         Average   an exponential average of the weights teaches the model beside the text
+                   (`scrimp.runtime.averaged_weights`). There the decoder's average keeps blocks consistent.
+         Weights   targets of a source count from 1 to 2 times, by how far the source is behind the one that is learnt
+                   best (`scrimp.training.source_weighting`). There a block's PSNR and SSIM say how well it is learnt;
+                   here the excess of a source's loss over one that can be reached.
+Study    `scrimp study recipe:source-weighting`: four packages of the standard library with shares of 8, 4, 2 and 1;
+         plain, each part, and both. References are held-out losses of models of the same size that were trained on one
+         source alone, by as many steps (seed 0).
+Limits   One weight of the teacher, one scale, one choice of references. The paper's third part, more blocks than
+         devices by swapping a block's parameters, has nothing to do here: sources have no parameters of their own,
+         and any rank draws from any of them.
+Source   Fan et al., "Momentum-GS: Momentum Gaussian self-distillation for high-quality large scene reconstruction"
+         (2024), arXiv 2412.04887
+Checked  tests/recipes/test_source_weighting.py
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from scrimp.study.job import SOURCE
+
+if TYPE_CHECKING:
+    from scrimp.study.results import Results
+
+PLAIN: Final = "plain"
+WORDS: Final = {
+    "average": "The average of ten updates or so as teacher",
+    "slow-average": "That of a hundred",
+    "weighted": "Weights of sources",
+    "both": "Weights and the average of ten",
+}
+"""Variant to what it does."""
+_MEAN: Final = "mean_source_loss"
+Figures = Mapping[int, Mapping[str, float]]
+"""By seed, those of a variant's runs."""
+
+
+def findings(results: Results) -> list[str]:
+    """What the study's results say, a sentence each; of runs that are missing nothing."""
+    figures: dict[str, dict[int, Mapping[str, float]]] = {}
+    for row in results.rows:
+        known = {name: value for name, value in row.figures.items() if value is not None}
+        if _MEAN in known:
+            figures.setdefault(row.variant, {})[row.seed] = known
+    plain = figures.get(PLAIN, {})
+    return [
+        _beside_plain(words, plain, figures[name])
+        for name, words in WORDS.items()
+        if name in figures and plain.keys() & figures[name].keys()
+    ]
+
+
+def _beside_plain(words: str, plain: Figures, other: Figures) -> str:
+    seeds = sorted(plain.keys() & other.keys())
+
+    def changes(figure: str) -> list[float]:
+        return [other[seed][figure] - plain[seed][figure] for seed in seeds]
+
+    lower = sum(one < 0 for one in changes(_MEAN))
+    sources = [one for one in plain[seeds[0]] if one.startswith(SOURCE)]
+    each = ", ".join(f"{one.removeprefix(SOURCE)} {statistics.fmean(changes(one)):+.4f}" for one in sources)
+    return (
+        f"{words}: the mean of the sources' losses changes by {statistics.fmean(changes(_MEAN)):+.4f}, "
+        f"lower on {lower} of {len(seeds)} seed{'s' * (len(seeds) > 1)} ({each})."
+    )
