@@ -33,6 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (conversations,), (template,) = blocks("json"), blocks("jinja")
     (tmp_path / "chats.jsonl").write_text(conversations, encoding="utf-8")
     (tmp_path / "chat.jinja").write_text(template, encoding="utf-8")
+    (tmp_path / "tasks.jsonl").write_text(blocks("jsonl")[0], encoding="utf-8")
     assert main(flags(write_corpus(tmp_path), tmp_path / "small", "--train.steps=1")) == 0
     for name in ("base", "Qwen2.5-0.5B-Instruct"):
         assert main(["export", str(tmp_path / "small"), str(tmp_path / name)]) == 0
@@ -54,6 +55,7 @@ def test_the_commands_of_the_guide_run(
         "export",
         *["train", "chat", "export", "export"],
         "train",
+        *["demonstrate", "demonstrate", "train", "eval"],
     ]
     for words in commands:
         more = {"train": SMALLER, "chat": ["--tokens=4", "--device=cpu"], "eval": ["--device=cpu"]}
