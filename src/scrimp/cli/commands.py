@@ -158,8 +158,8 @@ class Prepare:
     """Turn text into token shards. Interrupted, it continues after the last finished shard."""
 
     src: Positional[str]
-    """stdlib, or a package of it, as stdlib:email; copy, a task; a text, JSONL or Parquet file (also .gz, .zst); a
-    folder of them; a saved datasets folder; or hf:OWNER/NAME."""
+    """stdlib, or a package of it, as stdlib:email; copy or label-maps:KIND, tasks; a text, JSONL or Parquet
+    file (also .gz, .zst); a folder of them; a saved datasets folder; or hf:OWNER/NAME."""
     out: Positional[Path]
     """Folder for the shards."""
     text_column: str = "text"

@@ -6,11 +6,11 @@ Method   It is trained on many tasks with the nearest labelled examples of a ban
          (scrimp.data.demonstrations), the loss on the last answer alone. What it learns is to read answers off them. On
          a new task it is tuned and asked with demonstrations out of the few examples that the task has.
 Study    `scrimp study recipe:demonstrations`: label maps (scrimp.data.label_maps), whose answers nobody can know
-         without examples. Models are trained with none, with random and with retrieved demonstrations, and each then goes on
-         with twelve examples of each held-out task. All are evaluated on the same questions of these tasks with each
-         kind of demonstrations, so that variants share one `data.mix` and the figure is `mean_source_loss`. Its mean
-         says little: what is said below it are the losses of each model with the kind that it was trained with, of all
-         with retrieved ones, and of all after tuning.
+         without examples. Models are trained with none, with random and with retrieved demonstrations, and each then
+         goes on with twelve examples of each held-out task. All are evaluated on the same questions of these tasks with
+         each kind of demonstrations, so that variants share one `data.mix` and the figure is `mean_source_loss`. Its
+         mean says little: what is said below it are the losses of each model with the kind that it was trained with,
+         of all with retrieved ones, and of all after tuning.
 Limits   By construction retrieval finds what is needed, and nothing else can. How well BM25 or embeddings find what
          bears on questions of people, and what that is worth to a pretrained model, this study does not say. The paper
          retrieves with a trained dense retriever (DPR) and fuses demonstrations in an encoder-decoder's encoder; here
