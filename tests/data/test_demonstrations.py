@@ -147,7 +147,7 @@ def test_only_the_last_answer_is_learnt() -> None:
         ('{"question": "a", "answer": "b"}', "no task that is text - got nothing"),
         ('{"question": "a", "answer": "b", "task": 3}', "no task that is text - got 3"),
         ('{"question": "a", "answer": "\\ud800"}', "not JSON|not valid Unicode"),
-        ('["a", "b"]', "got a list|array"),
+        ('["a", "b"]', "line 3"),
         ("a,b", "is not JSON"),
     ],
 )

@@ -48,9 +48,7 @@ def refuse_options_of_others(command: Demonstrate, given: frozenset[str]) -> Non
                 do="leave it out",
             )
     if command.out.suffix != ".jsonl":
-        raise ConfigError(
-            "conversations are written as JSONL", got=command.out, expected="a name as train.jsonl"
-        )
+        raise ConfigError("conversations are written as JSONL", got=command.out, expected="NAME.jsonl")
     if command.out.exists():
         raise StorageError(
             f"{command.out} exists already", do="choose another name, or remove the file or folder"

@@ -18,7 +18,7 @@ Guard    Never the example itself, nor any with the same question but for case, 
 Order    Of equal scores the first in the bank. All of it follows from files and a seed, so that all ranks that read the
          file which is written have the same demonstrations.
 Cost     BM25: the examples that share a word with the question, and a pass over N scores; 12 bytes for each word of
-         each example. Measured figures: docs/finetuning.md.
+         each example.
 Limits   A rephrased question is no duplicate to the guard. Text without spaces between words (as Chinese) is one word
          up to the next punctuation mark: take embeddings.
 Source   Mueller et al., "Meta-training with Demonstration Retrieval for Efficient Few-shot Learning" (2023, arXiv
