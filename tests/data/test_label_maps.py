@@ -55,7 +55,8 @@ def test_demonstrations_tell_the_answer_as_often_as_their_kind_says() -> None:
 def test_all_kinds_ask_the_same_and_hold_the_same_out() -> None:
     for found in zip(*(conversations(source(kind)) for kind in ("bm25", "random", "none")), strict=True):
         assert found[0][-2:] == found[1][-2:] == found[2][-2:]
-        assert [len(one) for one in found] == [10, 10, 2]
+        assert [len(one) for one in found[1:]] == [10, 2]
+        assert 2 * 2 + 2 <= len(found[0]) <= 10  # fewer where digits do not match
     held_out = {
         kind: conversations(source(kind).validation()) for kind in ("bm25", "random", "none", "few-shot")
     }

@@ -90,7 +90,7 @@ def test_each_variant_trains_on_one_kind_and_is_tuned_on_the_same(study: Study) 
         for name, is_tuned in ((kind, False), (f"{kind}-tuned", True))
     }
     for kind in KINDS:
-        assert study.named(f"{kind}-tuned").settings["model.weights"] == f"run:{kind}"
+        assert str(study.named(f"{kind}-tuned").settings["model.weights"]) == f"run:{kind}"
 
 
 @pytest.mark.slow

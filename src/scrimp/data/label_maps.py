@@ -7,7 +7,8 @@ Method   Each of 420 tasks gives a label, one of four, to each of 6 letters that
          the tasks 400 are trained on and 20 held out. An example's demonstrations are four others of its task, out of a
          bank that has each letter twice, with digits that are not asked:
 
-             label-maps:bm25       chosen by BM25 (see demonstrations): the letter is rarer than the digit and decides
+             label-maps:bm25       chosen by BM25 (see demonstrations): the two with the letter, and up to two that
+                                   share the digit
              label-maps:random     drawn at random
              label-maps:none       none: nobody can do better than ln 4 for a label
              label-maps:few-shot   the held-out tasks' banks, by BM25: what there is of a new task to tune a model on
