@@ -13,8 +13,7 @@ Study    `scrimp study recipe:demonstrations`: label maps (scrimp.data.label_map
          of all with retrieved ones, and of all after tuning.
 Limits   By construction retrieval finds what is needed, and nothing else can. How well BM25 or embeddings find what
          bears on questions of people, and what that is worth to a pretrained model, this study does not say. The paper
-         retrieves with a trained dense retriever (DPR) and fuses demonstrations in an encoder-decoder's encoder; here
-         they are text before the question.
+         retrieves by a dense retriever; here words decide, or mean hidden states of a language model.
 Source   Mueller et al., "Meta-training with Demonstration Retrieval for Efficient Few-shot Learning" (2023, arXiv
          2307.00119)
 Checked  tests/recipes/test_recipe_demonstrations.py
