@@ -40,6 +40,7 @@ OF_OTHER_PROGRAMS = {
 }
 OF_ONE_COMMAND = {
     "cli/chat.py": "chat",
+    "cli/demonstrate.py": "demonstrate",
     "cli/doctor.py": "doctor",
     "cli/base_formats.py": "choose-base",
     "cli/eval_options.py": "eval",

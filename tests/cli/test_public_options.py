@@ -54,6 +54,7 @@ PUBLIC = {
     "launch": "COMMAND --ranks --grace --restarts --min-ranks --copies",
     "prepare": "SRC OUT --text-column --conversations --chat-template --tokenizer --bpe-vocab-size --held-out "
     "--workers",
+    "demonstrate": "SRC OUT --bank --count --by --tasks --model --device --seed --trust-code",
     "verify": "PATH",
     "eval": "TARGET --data --tasks --checkpoints --beside --text-column --conversations --sequence --device "
     "--trust-code",

@@ -19,6 +19,8 @@ from scrimp.errors import DataError
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
+MARKED = "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+MARKED += "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 WORDS = """river stone cloud ember lantern copper meadow harbour thistle amber willow cinder orchid falcon""".split()  # noqa: SIM905
 
 
@@ -33,14 +35,21 @@ def rows(count: int = 200) -> list[dict[str, Any]]:
     return found
 
 
-def prepared(folder: Path, source: Path, *, held_out: float | Path = 0.0, column: str = "text") -> Corpus:
-    template = folder / "template.jinja"
-    template.write_text(TEMPLATE)
+def prepared(
+    folder: Path,
+    source: Path,
+    *,
+    held_out: float | Path = 0.0,
+    column: str = "text",
+    template: str = TEMPLATE,
+) -> Corpus:
+    file = folder / "template.jinja"
+    file.write_text(template)
     spec = CorpusSpec(
         source=str(source),
         text_column=column,
         conversations=True,
-        chat_template=template,
+        chat_template=file,
         tokenizer="bytes",
         held_out=held_out,
     )
@@ -97,7 +106,7 @@ def test_rows_that_teach_nothing_are_counted(tmp_path: Path) -> None:
     assert corpus.train.num_documents == 3
     assert read_manifest(corpus.folder).skipped == {
         "rows without messages": 1,
-        "conversations without an answer": 2,
+        "conversations without an answer to learn": 2,
     }
     source.write_text("".join(json.dumps(row) + "\n" for row in extra))
     with pytest.raises(DataError, match="holds no conversations"):
@@ -150,3 +159,65 @@ def test_an_interrupted_preparation_goes_on_and_gives_the_same(tmp_path: Path) -
     template.write_text(other)
     with pytest.raises(DataError, match="begun with another source or other settings"):
         prepare(spec, again.folder, progress=False, shard_tokens=4000)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["prefixes", "markers"])
+def test_answers_of_weight_0_are_read_and_not_learnt(template: str, tmp_path: Path) -> None:
+    source, weights = tmp_path / "chats.jsonl", (0, 1, None, 0)
+    messages = []
+    for number, weight in enumerate(weights):
+        messages.append({"role": "user", "content": f"question {number}"})
+        answer: dict[str, Any] = {"role": "assistant", "content": f"answer {number}"}
+        messages.append(answer if weight is None else answer | {"weight": weight})
+    source.write_text(json.dumps({"messages": messages}) + "\n")
+    corpus = prepared(tmp_path, source, template=template)
+    stream = corpus.train
+    tokens, learnt = stream.read(0, stream.num_tokens), stream.mask(0, stream.num_tokens)
+    assert corpus.tokenizer.decode(tokens[learnt].tolist()) == "answer 1answer 2"
+    assert learnt.sum() == 2 * (len("answer 1") + 1)
+    assert stream.text_bytes == 2 * len("answer 1<|endoftext|>")
+    assert "answer 0" in corpus.tokenizer.decode(tokens.tolist())
+
+
+def test_rows_of_which_nothing_is_learnt_are_counted_and_parquet_has_weights(tmp_path: Path) -> None:
+    chats = [row["messages"] for row in rows(2)]
+    chats[0][1]["weight"] = 0
+    pq.write_table(pa.table({"messages": chats}), tmp_path / "chats.parquet")
+    corpus = prepared(tmp_path, tmp_path / "chats.parquet")
+    assert corpus.train.num_documents == 1
+    assert read_manifest(corpus.folder).skipped == {"conversations without an answer to learn": 1}
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (
+            {"role": "assistant", "content": "!", "weight": 0.5},
+            "message 2 .* weight that is not possible - got 0.5",
+        ),
+        ({"role": "assistant", "content": "!", "weight": True}, "not possible - got True"),
+        ({"role": "assistant", "content": "!", "weight": "0"}, "not possible - got '0'"),
+        ({"role": "user", "content": "!", "weight": 1}, "message 2 .* has a weight - got role 'user'"),
+    ],
+)
+def test_other_weights_are_refused_with_their_line(
+    message: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "chats.jsonl"
+    source.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}, message]}) + "\n")
+    with pytest.raises(DataError, match=expected) as caught:
+        prepared(tmp_path, source)
+    assert "line 1" in str(caught.value)
+
+
+def test_a_template_with_fewer_blocks_than_answers_cannot_say_their_weights(tmp_path: Path) -> None:
+    """One that marks the last answer alone."""
+    template = MARKED.replace("m.role == 'assistant'", "loop.last")
+    source = tmp_path / "chats.jsonl"
+    messages = [message for row in rows(2) for message in row["messages"]]
+    source.write_text(json.dumps({"messages": messages}) + "\n")
+    assert prepared(tmp_path, source, template=template).train.num_documents == 1
+    messages[1]["weight"] = 0
+    source.write_text(json.dumps({"messages": messages}) + "\n")
+    with pytest.raises(DataError, match=r"which answer has which weight - got 1 .* 2 answers"):
+        prepared(tmp_path, source, template=template)

@@ -17,8 +17,8 @@ GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "finetuning.md").read_te
 SMALLER = [
     "--device=cpu",
     "--train.steps=2",
-    "--train.sequence=64",
-    "--train.batch-tokens=128",
+    "--train.sequence=256",
+    "--train.batch-tokens=512",
     "--data.held-out=0",
 ]
 
@@ -33,7 +33,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (conversations,), (template,) = blocks("json"), blocks("jinja")
     (tmp_path / "chats.jsonl").write_text(conversations, encoding="utf-8")
     (tmp_path / "chat.jinja").write_text(template, encoding="utf-8")
-    assert main(flags(write_corpus(tmp_path), tmp_path / "small", "--train.steps=1")) == 0
+    (tmp_path / "tasks.jsonl").write_text(blocks("jsonl")[0], encoding="utf-8")
+    assert (
+        main(flags(write_corpus(tmp_path), tmp_path / "small", "--train.steps=1", "--model.context=256")) == 0
+    )
     for name in ("base", "Qwen2.5-0.5B-Instruct"):
         assert main(["export", str(tmp_path / "small"), str(tmp_path / name)]) == 0
     (tmp_path / "Qwen2.5-0.5B-Instruct" / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -54,6 +57,7 @@ def test_the_commands_of_the_guide_run(
         "export",
         *["train", "chat", "export", "export"],
         "train",
+        *["demonstrate", "demonstrate", "train", "eval"],
     ]
     for words in commands:
         more = {"train": SMALLER, "chat": ["--tokens=4", "--device=cpu"], "eval": ["--device=cpu"]}

@@ -158,8 +158,8 @@ class Prepare:
     """Turn text into token shards. Interrupted, it continues after the last finished shard."""
 
     src: Positional[str]
-    """stdlib, or a package of it, as stdlib:email; copy, a task; a text, JSONL or Parquet file (also .gz, .zst); a
-    folder of them; a saved datasets folder; or hf:OWNER/NAME."""
+    """stdlib, or a package of it, as stdlib:email; copy or label-maps:KIND, tasks; a text, JSONL or Parquet
+    file (also .gz, .zst); a folder of them; a saved datasets folder; or hf:OWNER/NAME."""
     out: Positional[Path]
     """Folder for the shards."""
     text_column: str = "text"
@@ -197,6 +197,45 @@ class Prepare:
         )
         print(f"token shards: {prepare(spec, self.out, workers=self.workers)}")
         return 0
+
+
+@dataclass(frozen=True)
+class Demonstrate:
+    """Put the nearest labelled examples of a bank before each question: conversations to train and evaluate on.
+
+    The answers of examples have weight 0: what is learnt, or measured, is the answer to the question itself.
+    """
+
+    src: Positional[Path]
+    """JSONL of rows {"question": ..., "answer": ...}, each with its "task" where tasks are told apart."""
+    out: Positional[Path]
+    """New file, NAME.jsonl."""
+    bank: Path | None = None
+    """JSONL of the same form, from which examples are chosen. Unset: SRC; never the same question."""
+    count: int = 4
+    """Examples before each question; fewer where no more fit."""
+    by: Literal["bm25", "embedding", "random", "none"] = "bm25"
+    """bm25: by the words of questions; embedding: by the cosine of their mean hidden states in --model; random; none:
+    the questions alone."""
+    tasks: Literal["any", "same", "other"] = "any"
+    """Whose examples: those of any task, of the question's own, or of others alone."""
+    model: Path | None = None
+    """With --by embedding: a run folder, one of its checkpoints, or a Hugging Face model folder."""
+    device: str = "auto"
+    """With --by embedding: auto, cpu, cuda or cuda:N."""
+    seed: int = 0
+    """With --by random: another one is another draw."""
+    trust_code: FlagCreatePairsOff[bool] = False
+    """Run the code of a run whose model is a kind of its own."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        check_range("--count", self.count, _COUNT)
+        check_range("--seed", self.seed, RANGES["run.seed"])
+        check_device(self.device, "--device")
+        from scrimp.cli.demonstrate import demonstrate, refuse_options_of_others
+
+        refuse_options_of_others(self, given)
+        return demonstrate(self)
 
 
 @dataclass(frozen=True)
@@ -393,6 +432,7 @@ COMMANDS: dict[str, type[Command]] = {
     "launch": Launch,
     "plan": Plan,
     "prepare": Prepare,
+    "demonstrate": Demonstrate,
     "verify": Verify,
     "eval": Evaluate,
     "generate": Generate,

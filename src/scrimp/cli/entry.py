@@ -47,6 +47,7 @@ Scrimp trains language models with the bits, bytes and devices you have.
   launch --ranks N COMMAND ...  a command on several processes of this machine, as: launch --ranks 4 train
   plan [FILE.toml]              what that run would take; starts nothing
   prepare SRC OUT               text to token shards
+  demonstrate SRC OUT           labelled examples with the nearest ones of a bank before each, to train on
   verify PATH                   check all of a corpus, run, checkpoint or exported model
   eval TARGET --data FILE       loss and bits per byte of a run or model folder; --tasks NAME: small tasks
   generate TARGET --prompt TEXT continue a text

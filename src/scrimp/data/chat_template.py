@@ -9,6 +9,8 @@ Answers    What the assistant wrote lies in {% generation %} blocks, where a tem
            begin (add_generation_prompt), but for whitespace behind the control token that ends the turn. Both must
            be beginnings of the whole conversation's rendering, or the spans are not known: a template that writes
            earlier turns otherwise once later ones follow is refused.
+Weights    Answers of weight 0 (see conversations) are written and not marked. A template with markers says which block
+           is whose answer by its order alone, so that beside weights it has to have one block for each answer.
 Tokens     The whole text is encoded at once, special tokens included, none added. A token belongs to an answer if one
            of its characters does.
 End        A turn ends with the first special token behind what the assistant said; where a template has none there,
@@ -33,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from scrimp.data.conversations import is_learnt
 from scrimp.errors import DataError, ModelError
 from scrimp.files import read_bounded
 
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 
     from scrimp.data.tokenizer import TokenArray, Tokenizer
 
+Span = tuple[int, int]
+"""Where a text's characters begin and end."""
 Message = Mapping[str, Any]
 """role, content, and whatever else a template reads."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -66,9 +71,9 @@ class EncodedChat:
 
     tokens: TokenArray
     answers: npt.NDArray[np.bool_]
-    """Whether the assistant wrote it, for each token."""
+    """Whether the assistant wrote it and it is to be learnt, for each token."""
     answer_bytes: int
-    """UTF-8 bytes of all that the assistant wrote, ends of turns included."""
+    """UTF-8 bytes of these, ends of turns included."""
 
 
 class ChatTemplate:
@@ -112,6 +117,7 @@ class ChatTemplate:
             self._marked(messages, where) if self.has_markers else self._by_prefixes(messages, where)
         )
         ids, offsets = self.tokenizer.encode_rendered(text)
+        spans = self._learnt(messages, spans, where)
         starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
         answers = np.zeros(len(ids), dtype=bool)
         for start, end in spans:
@@ -204,14 +210,28 @@ class ChatTemplate:
                 else "repair or remove the conversation, or " + _OTHER_TEMPLATE,
             ) from None
 
-    def _marked(self, messages: Sequence[Message], where: str) -> tuple[str, list[tuple[int, int]]]:
+    def _learnt(self, messages: Sequence[Message], spans: list[Span], where: str) -> list[Span]:
+        """The spans of answers that are learnt."""
+        learnt = [is_learnt(message) for message in messages if message["role"] == "assistant"]
+        if all(learnt):
+            return spans
+        if len(spans) != len(learnt):
+            raise DataError(
+                f"{where}: the chat template of {self.tokenizer.name} does not say which answer has which weight",
+                got=f"{len(spans)} {{% generation %}} blocks, {len(learnt)} answers",
+                expected="a block for each answer",
+                do=_OTHER_TEMPLATE,
+            )
+        return [span for span, is_kept in zip(spans, learnt, strict=True) if is_kept]
+
+    def _marked(self, messages: Sequence[Message], where: str) -> tuple[str, list[Span]]:
         pieces: list[str] = []
         environment: Any = self._compiled.environment
         with environment.marking(pieces) as spans:
             text = self._render(messages, where, add_generation_prompt=False, pieces=pieces)
         return text, spans
 
-    def _by_prefixes(self, messages: Sequence[Message], where: str) -> tuple[str, list[tuple[int, int]]]:
+    def _by_prefixes(self, messages: Sequence[Message], where: str) -> tuple[str, list[Span]]:
         whole = self._render(messages, where, add_generation_prompt=False)
         spans = []
         for number, message in enumerate(messages):

@@ -3,8 +3,11 @@
 What reads text (the split, hashes, passes, resuming) works on conversations unchanged, because a conversation is a text
 to it: the JSON of its messages, keys sorted. Only the encoder reads it as messages again.
 
-A row without an answer of the assistant's teaches nothing and is left out, counted. Anything else than a list of
-messages with text is refused with file and row.
+Weight   An answer with ``"weight": 0`` is there to be read and not to be learnt, as in OpenAI's files for fine-tuning;
+         with 1, or none, it is learnt. So the turns of a demonstration stand before the one answer that counts.
+Left out A row without an answer to learn is left out, counted. Anything else than a list of messages with text, and any
+         other weight, is refused with file and row.
+Checked  tests/data/test_conversations.py
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from scrimp.errors import DataError
 
 MESSAGES = "messages"
 """Column of conversations, unless another is named."""
+WEIGHT = "weight"
+"""Key of an answer: 0 where it is not learnt."""
 
 
 def checked_messages(value: object, column: str, where: str, skipped: dict[str, int]) -> str | None:
@@ -30,14 +35,19 @@ def checked_messages(value: object, column: str, where: str, skipped: dict[str, 
             _message(one, column, where, number) for number, one in enumerate(_listed(value, column, where))
         ]
         text = json.dumps(messages, ensure_ascii=False, sort_keys=True)
-        if not any(message["role"] == "assistant" for message in messages):
-            reason = "conversations without an answer"
+        if not any(message["role"] == "assistant" and is_learnt(message) for message in messages):
+            reason = "conversations without an answer to learn"
         elif len(text) > LONGEST_DOCUMENT:
             reason = f"conversations of more than {LONGEST_DOCUMENT >> 20} Mi characters"
     if reason is not None:
         skipped[reason] = skipped.get(reason, 0) + 1
         return None
     return text
+
+
+def is_learnt(message: Mapping[str, Any]) -> bool:
+    """Whether an answer is to be learnt, or there to be read alone."""
+    return bool(message.get(WEIGHT, 1))
 
 
 def messages_of(text: str) -> list[dict[str, Any]]:
@@ -71,4 +81,25 @@ def _message(value: object, column: str, where: str, number: int) -> dict[str, A
                 expected='a message such as {"role": "user", "content": "Hi"}',
                 do="repair or remove the row",
             )
+    if WEIGHT in message:
+        message[WEIGHT] = _weight(message, f"{where}: message {number + 1} of column {column!r}")
     return message
+
+
+def _weight(message: Mapping[str, Any], which: str) -> int:
+    weight = message[WEIGHT]
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise DataError(
+            f"{which} has a weight that is not possible",
+            got=repr(weight),
+            expected="1, or 0 for an answer that is not learnt",
+            do="repair it or leave it out",
+        )
+    if message["role"] != "assistant":
+        raise DataError(
+            f"{which} has a weight",
+            got=f"role {message['role']!r}",
+            expected="weights of the assistant's answers: nothing else is learnt",
+            do="leave it out",
+        )
+    return int(weight)

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from scrimp.data.columns import Column
 from scrimp.data.hub import Hub, SavedDataset
+from scrimp.data.label_maps import LabelMaps
 from scrimp.data.sources import (
     HUB,
+    LABEL_MAPS,
     CopyTask,
     Files,
     Source,
@@ -37,16 +39,7 @@ def open_source(source: str, column: str, *, conversations: bool = False) -> Sou
 
 def _open_source(source: str, column: Column) -> Source:
     if is_built_in(source):
-        if column.is_messages:
-            raise no_conversations(source)
-        if source == "copy" and Path(source).exists():
-            raise DataError(
-                "copy is a task, and a file or folder here",
-                got=str(Path(source).absolute()),
-                expected="one of the two",
-                do="write ./copy for what lies here, or rename it",
-            )
-        return CopyTask() if source == "copy" else StandardLibrary(source)
+        return _open_built_in(source, column)
     if source.startswith(HUB):
         return Hub(source, column)
     path = Path(source).expanduser()
@@ -55,7 +48,7 @@ def _open_source(source: str, column: Column) -> Source:
     if not exists:
         raise DataError(
             f"there is no file or folder {source}",
-            expected="stdlib, stdlib:PACKAGE, copy, a text, JSONL or Parquet file, a folder, "
+            expected="stdlib, stdlib:PACKAGE, copy, label-maps:KIND, a text, JSONL or Parquet file, a folder, "
             "or hf:OWNER/NAME for the Hugging Face hub",
             do=_hub_hint(source),
         )
@@ -69,6 +62,26 @@ def _open_source(source: str, column: Column) -> Source:
     if file.size == 0:
         raise DataError(f"{path} is empty", got="0 bytes", expected="text", do="give a file with text")
     return Files(str(path), [file], column, alone=True)
+
+
+def _open_built_in(source: str, column: Column) -> Source:
+    if source in LABEL_MAPS:
+        if not column.is_messages:
+            raise DataError(
+                f"{source} holds conversations, not text",
+                do="set --objective.name sft (scrimp prepare, scrimp eval: --conversations)",
+            )
+        return LabelMaps(source)
+    if column.is_messages:
+        raise no_conversations(source)
+    if source == "copy" and Path(source).exists():
+        raise DataError(
+            "copy is a task, and a file or folder here",
+            got=str(Path(source).absolute()),
+            expected="one of the two",
+            do="write ./copy for what lies here, or rename it",
+        )
+    return CopyTask() if source == "copy" else StandardLibrary(source)
 
 
 def _hub_hint(source: str) -> str:

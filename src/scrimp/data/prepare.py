@@ -142,11 +142,15 @@ def open_text_source(spec: CorpusSpec, out: Path | None = None) -> tuple[Source,
             do="choose a folder outside the source",
         )
     given = None if spec.tokenizer in ("auto", "bpe") else load_tokenizer(spec.tokenizer)
-    return spec.open(spec.source), chat_tokenizer(spec, given) if spec.conversations else given
+    source = spec.open(spec.source)
+    return source, chat_tokenizer(spec, given, source.chat_template) if spec.conversations else given
 
 
-def chat_tokenizer(spec: CorpusSpec, given: Tokenizer | None) -> Tokenizer:
+def chat_tokenizer(spec: CorpusSpec, given: Tokenizer | None, usual: str | None = None) -> Tokenizer:
     """The tokenizer of conversations, with the template that writes them.
+
+    Args:
+        usual: the template of the source, for a tokenizer without one.
 
     Raises:
         DataError: there is none yet. ModelError: it has no template.
@@ -160,6 +164,8 @@ def chat_tokenizer(spec: CorpusSpec, given: Tokenizer | None) -> Tokenizer:
         )
     if spec.chat_template is not None:
         given = given.with_chat_template(read_template(spec.chat_template))
+    elif given.chat_template is None and usual is not None:
+        given = given.with_chat_template(usual)
     ChatTemplate(given)
     return given
 

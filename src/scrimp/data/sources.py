@@ -3,6 +3,8 @@
     stdlib              the Python files of the running Python's own standard library
     stdlib:PACKAGE      those of one package, as stdlib:email
     copy                a task: random letters, and the same again
+    label-maps:KIND     conversations about tasks that only examples tell, with demonstrations before the question
+                        that are chosen by KIND, or few examples to tune on (see label_maps)
     FILE                text, JSONL (.jsonl, .ndjson, .json) or Parquet; text and JSONL also .gz, .zst
     FOLDER              such files, in the order of their paths (a .json file in a folder is text);
                         names that begin with a dot are left out
@@ -36,7 +38,8 @@ from scrimp.files import storage
 
 HUB = "hf:"
 _STDLIB = "stdlib"
-BUILT_IN = frozenset({_STDLIB, "copy"})
+LABEL_MAPS = tuple(f"label-maps:{kind}" for kind in ("bm25", "random", "none", "few-shot"))
+BUILT_IN = frozenset({_STDLIB, "copy", *LABEL_MAPS})
 """Sources that are names, never paths: ./stdlib is the folder. So is stdlib:PACKAGE (`is_built_in`)."""
 _PACKAGE = re.compile(rf"{_STDLIB}:(\w+)")
 _COPIES = 50_000
@@ -52,6 +55,8 @@ class Source(ABC):
     """What errors and the progress line call it."""
     num_bytes: int | None = None
     """Size of the files, where it is known; for the progress line."""
+    chat_template: str | None = None
+    """What writes its conversations where the tokenizer has no template."""
 
     def __init__(self, name: str) -> None:
         self.name = name
