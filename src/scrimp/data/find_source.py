@@ -11,6 +11,7 @@ from pathlib import Path
 from scrimp.data.columns import Column
 from scrimp.data.hub import Hub, SavedDataset
 from scrimp.data.sources import (
+    CHATS,
     HUB,
     CopyTask,
     Files,
@@ -21,6 +22,7 @@ from scrimp.data.sources import (
     source_file,
     walk_files,
 )
+from scrimp.data.standard_chats import StandardChats
 from scrimp.errors import DataError
 from scrimp.files import storage
 
@@ -37,16 +39,7 @@ def open_source(source: str, column: str, *, conversations: bool = False) -> Sou
 
 def _open_source(source: str, column: Column) -> Source:
     if is_built_in(source):
-        if column.is_messages:
-            raise no_conversations(source)
-        if source == "copy" and Path(source).exists():
-            raise DataError(
-                "copy is a task, and a file or folder here",
-                got=str(Path(source).absolute()),
-                expected="one of the two",
-                do="write ./copy for what lies here, or rename it",
-            )
-        return CopyTask() if source == "copy" else StandardLibrary(source)
+        return _built_in(source, column)
     if source.startswith(HUB):
         return Hub(source, column)
     path = Path(source).expanduser()
@@ -55,8 +48,8 @@ def _open_source(source: str, column: Column) -> Source:
     if not exists:
         raise DataError(
             f"there is no file or folder {source}",
-            expected="stdlib, stdlib:PACKAGE, copy, a text, JSONL or Parquet file, a folder, "
-            "or hf:OWNER/NAME for the Hugging Face hub",
+            expected=f"stdlib, stdlib:PACKAGE, copy, {', '.join(sorted(CHATS))}, a text, JSONL or Parquet file, "
+            "a folder, or hf:OWNER/NAME for the Hugging Face hub",
             do=_hub_hint(source),
         )
     if is_folder:
@@ -69,6 +62,28 @@ def _open_source(source: str, column: Column) -> Source:
     if file.size == 0:
         raise DataError(f"{path} is empty", got="0 bytes", expected="text", do="give a file with text")
     return Files(str(path), [file], column, alone=True)
+
+
+def _built_in(source: str, column: Column) -> Source:
+    is_chat = source in CHATS
+    if (is_chat or source == "copy") and Path(source).exists():
+        raise DataError(
+            f"{source} is {'a source of conversations' if is_chat else 'a task'}, and a file or folder here",
+            got=str(Path(source).absolute()),
+            expected="one of the two",
+            do=f"write ./{source} for what lies here, or rename it",
+        )
+    if column.is_messages and not is_chat:
+        raise no_conversations(source)
+    if is_chat and not column.is_messages:
+        raise DataError(
+            f"{source} holds conversations, not text",
+            expected="stdlib, stdlib:PACKAGE, copy, or a source of your own",
+            do="set --objective.name sft (scrimp prepare: --conversations) to learn from conversations",
+        )
+    if is_chat:
+        return StandardChats(source, column)
+    return CopyTask() if source == "copy" else StandardLibrary(source)
 
 
 def _hub_hint(source: str) -> str:

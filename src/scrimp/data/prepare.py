@@ -46,7 +46,8 @@ from scrimp.data.corpus_text import MIXTURE, CorpusSpec, CorpusText, held_out_so
 from scrimp.data.documents import Document
 from scrimp.data.encoding import encode_documents
 from scrimp.data.progress_line import note
-from scrimp.data.sources import HUB, Source, is_built_in
+from scrimp.data.sources import CHATS, HUB, Source, is_built_in
+from scrimp.data.standard_chats import TEMPLATE
 from scrimp.data.tokenizer import SMALLEST_BPE, Tokenizer, load_tokenizer
 from scrimp.data.writing import SplitWriter
 from scrimp.errors import DataError, StorageError, typed
@@ -160,6 +161,8 @@ def chat_tokenizer(spec: CorpusSpec, given: Tokenizer | None) -> Tokenizer:
         )
     if spec.chat_template is not None:
         given = given.with_chat_template(read_template(spec.chat_template))
+    elif given.chat_template is None and spec.source in CHATS:
+        given = given.with_chat_template(TEMPLATE)
     ChatTemplate(given)
     return given
 

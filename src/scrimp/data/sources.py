@@ -3,6 +3,7 @@
     stdlib              the Python files of the running Python's own standard library
     stdlib:PACKAGE      those of one package, as stdlib:email
     copy                a task: random letters, and the same again
+    stdlib-docstrings, stdlib-signatures   conversations about its functions (`scrimp.data.standard_chats`)
     FILE                text, JSONL (.jsonl, .ndjson, .json) or Parquet; text and JSONL also .gz, .zst
     FOLDER              such files, in the order of their paths (a .json file in a folder is text);
                         names that begin with a dot are left out
@@ -36,7 +37,10 @@ from scrimp.files import storage
 
 HUB = "hf:"
 _STDLIB = "stdlib"
-BUILT_IN = frozenset({_STDLIB, "copy"})
+DOCSTRINGS = f"{_STDLIB}-docstrings"
+CHATS = frozenset({DOCSTRINGS, f"{_STDLIB}-signatures"})
+"""Built-in sources of conversations; the others are of text."""
+BUILT_IN = frozenset({_STDLIB, "copy"}) | CHATS
 """Sources that are names, never paths: ./stdlib is the folder. So is stdlib:PACKAGE (`is_built_in`)."""
 _PACKAGE = re.compile(rf"{_STDLIB}:(\w+)")
 _COPIES = 50_000
