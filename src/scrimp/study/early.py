@@ -18,7 +18,8 @@ Limits   A run that learns nothing has a high loss, and a small gradient where i
          that all learn, so that a sweep with rates that are far too low, or that diverge, is misread. Norms compare
          runs of one model and objective alone; a larger batch has a smaller one because it has less noise, which is
          part of the finding. Steps without a finite number are left out. Of more than 200 steps, parts of a whole run
-         are wider than those of its beginning, and the EMA reaches back further.
+         are wider than those of its beginning, and the EMA reaches back further. In the one sweep that has been run to
+         its end here it kept the wrong half (docs/recipes.md).
 Source   Pareja et al., "Unveiling the Secret Recipe: A Guide For Supervised Fine-Tuning Small LLMs" (2024, arXiv
          2412.13337), whose claim it is. The score and its β are a choice made here.
 Checked  tests/study/test_early.py; whether it holds, `scrimp study recipe:fine-tuning`
@@ -33,7 +34,6 @@ from typing import Final
 
 from scrimp.errors import CheckpointError
 from scrimp.study.rows import Curve, Row
-from scrimp.tasks.curves import ranks
 
 _DECAY: Final = 0.9
 
@@ -91,6 +91,8 @@ def early_scores(signals: Mapping[str, Mapping[int, Signal]]) -> dict[str, float
 
 
 def _of_seed(signals: Sequence[Signal]) -> list[float]:
+    from scrimp.tasks.curves import ranks  # whose package needs torch
+
     norms = ranks([one.gradient_norm for one in signals])
     losses = ranks([-one.loss for one in signals])
     return [(norm + loss) / 2 for norm, loss in zip(norms, losses, strict=True)]
