@@ -1,15 +1,12 @@
-"""The recipe's findings on planted rows, its run as it stands, and a base of text with two phases of conversations."""
+"""The recipe's findings on planted rows, and its run as it stands."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chats import conversations
-from tiny_run import write_corpus
 
 from scrimp.cli import main
 from scrimp.recipes import file_of
@@ -18,7 +15,7 @@ from scrimp.report.read_run import read_run
 from scrimp.study.definition import load_study
 from scrimp.study.results import results_of
 from scrimp.study.rounds import steps_of
-from scrimp.study.rows import Curve, Key, Row, read_rows
+from scrimp.study.rows import Curve, Key, Row
 
 STUDY = load_study(str(file_of("recipe:fine-tuning", "study")))
 SWEEP = ("small-5e-4", "small-2e-3", "small-8e-3", "large-5e-4", "large-2e-3", "large-8e-3")
@@ -141,41 +138,3 @@ def test_the_recipe_trains_as_it_stands(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
     assert len(set(rates.tolist())) == 1, "constant, without warm-up"
     assert (run / "tokenizer" / "chat_template.jinja").is_file()
-
-
-@pytest.mark.slow
-def test_a_base_of_text_learns_two_kinds_of_conversations_one_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The study's own file with a small text, small conversations, and three of its variants."""
-    monkeypatch.chdir(tmp_path)
-    for name, word in (("one", "Paris."), ("two", "Rome.")):
-        rows = [
-            [{**message, "content": f"{word} {number} {message['content']}"} for message in messages]
-            for number, messages in enumerate(conversations(200))
-        ]
-        text = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
-        (tmp_path / f"{name}.jsonl").write_text(text, encoding="utf-8")
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-    template += "{% if add_generation_prompt %}assistant: {% endif %}"
-    (tmp_path / "chat.jinja").write_text(template, encoding="utf-8")
-    head, *variants = STUDY.text.split("[[variants]]")
-    kept = [one for one in variants if '"small-2e-3"' in one or "phase" in one]
-    text = "[[variants]]".join([head, *kept]).replace("stdlib-docstrings", "one.jsonl")
-    text = text.replace("stdlib-signatures", "two.jsonl").replace('"stdlib"', f'"{write_corpus(tmp_path)}"')
-    text = text.replace("data.held_out = 0.04", 'data.held_out = 0.2\ndata.cache = "cache"')
-    text = text.replace("data.tokenizer", 'data.chat_template = "chat.jinja"\ndata.tokenizer')
-    for steps, fewer in (("400", "4"), ("128", "8"), ("64", "4"), ("40\n", "0\n")):
-        text = text.replace(f"steps = {steps}", f"steps = {fewer}")
-    (tmp_path / "mine.toml").write_text(text.replace("seeds = 3", "seeds = 1"), encoding="utf-8")
-    assert main(["study", "mine.toml"]) == 0
-    rows = read_rows(tmp_path / "studies" / "mine")
-    assert {key[0]: row.error for key, row in rows.items()} == dict.fromkeys(
-        ["trunk", "small-2e-3", "first-phase", "phased"]
-    )
-    runs = tmp_path / "studies" / "mine" / "runs"
-    begins = {
-        name: read_run(runs / f"{name}-seed0").setting("model.weights") for name in ("first-phase", "phased")
-    }
-    assert [Path(one).name for one in begins.values()] == ["trunk-seed0", "first-phase-seed0"]
-    assert {"held_out_loss/one.jsonl", "held_out_loss/two.jsonl"} <= rows["phased", 0, 4].figures.keys()
