@@ -11,7 +11,7 @@ from fakes import PROBE, FakePlaces, Watched, row_for, study_of, write_finished
 
 from scrimp.errors import ConfigError, StorageError
 from scrimp.study.conduct import STUDY_FILE, begin, conduct, jobs_of, lock_folder
-from scrimp.study.definition import Study
+from scrimp.study.definition import Study, parse_study
 from scrimp.study.job import Job, refuse_other_settings
 from scrimp.study.rounds import is_finished, reached_round
 from scrimp.study.rows import append_row, read_rows
@@ -151,6 +151,41 @@ def test_runs_wait_for_the_trunk_of_their_seed_and_go_on_from_it(tmp_path: Path)
     assert run_of_a.settings["optimizer.from_weights"] is True
     assert trunk.settings["run.seed"] not in [one.settings["run.seed"] for one in watched.started_jobs[1:]]
     assert run(study, tmp_path, FakePlaces(study, with_trunk)).started_jobs == []
+
+
+PHASES = """
+seeds = 1
+figure = "mean_source_loss"
+[settings]
+train.steps = 8
+data.mix = "one=1,two=1"
+[[variants]]
+name = "stacked"
+[[variants]]
+name = "second"
+model.weights = "run:first"
+[[variants]]
+name = "first"
+[trunk]
+train.steps = 5
+data.source = "text"
+"""
+
+
+def test_a_run_of_another_run_goes_on_from_that_and_not_from_the_trunk(tmp_path: Path) -> None:
+    study = parse_study(PHASES, name="mine", where="mine.toml")
+    losses = {"trunk": 9.0, "stacked": 1.0, "first": 2.0, "second": 3.0}
+    watched = run(study, tmp_path, FakePlaces(study, lambda job: losses[job.variant]))
+    trunk, stacked, first, second = watched.started_jobs
+    assert [one.variant for one in watched.started_jobs] == ["trunk", "stacked", "first", "second"]
+    assert (trunk.figure, stacked.figure) == ("held_out_loss", "mean_source_loss"), "the text has no sources"
+    assert "data.mix" not in trunk.settings
+    assert first.settings["model.weights"] == str(trunk.run_folder)
+    assert second.settings["model.weights"] == str(first.run_folder)
+    assert (second.needs, first.needs) == ((first.key,), (trunk.key,))
+    assert "optimizer.from_weights" not in second.settings
+    longer = parse_study(PHASES.replace("= 5", "= 6"), name="mine", where="mine.toml")
+    assert longer.digest(longer.named("second"), 0) != study.digest(study.named("second"), 0)
 
 
 def test_a_trunk_that_is_gone_is_made_again_only_where_a_run_needs_it(tmp_path: Path) -> None:

@@ -182,6 +182,14 @@ REFUSED = {
         "bf16 in mine.toml begins with other weights",
         "move model.weights to [trunk]",
     ),
+    "other weights than the trunk's beside a run's": (
+        LIST.replace("training_loss", "held_out_loss").replace(
+            'name = "bf16"', 'name = "bf16"\nmodel.weights = "elsewhere"'
+        )
+        + 'model.weights = "run:bf16"\n[trunk]\n',
+        "bf16 in mine.toml begins with other weights",
+        "move model.weights to [trunk]",
+    ),
     "models differ after a trunk": (
         LIST + "model.num_layers = 3\n[trunk]\n",
         "model.num_layers in mine.toml differs between variants",

@@ -55,9 +55,9 @@ class DataConfig:
     """Text in, token sequences out."""
 
     source: str = "stdlib"
-    """stdlib, or a package of it, as stdlib:email; copy or label-maps:KIND, tasks; a text, JSONL or Parquet
-    file (also .gz, .zst); a folder of them; a folder of token shards; a saved datasets folder; or hf:OWNER/NAME for
-    the Hugging Face hub."""
+    """stdlib, or a package of it, as stdlib:email; copy or label-maps:KIND, tasks; of conversations stdlib-docstrings or
+    stdlib-signatures; a text, JSONL or Parquet file (also .gz, .zst); a folder of them; a folder of token shards; a
+    saved datasets folder; or hf:OWNER/NAME for the Hugging Face hub."""
     mix: str | None = None
     """Instead of source: several of them with weights, as web.jsonl=0.7,stdlib=0.3. A weight says how much of what is
     trained on comes from there, in tokens; 0 evaluates on it alone. Unset: source alone."""

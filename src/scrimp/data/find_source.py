@@ -12,6 +12,7 @@ from scrimp.data.columns import Column
 from scrimp.data.hub import Hub, SavedDataset
 from scrimp.data.label_maps import LabelMaps
 from scrimp.data.sources import (
+    CHATS,
     HUB,
     LABEL_MAPS,
     CopyTask,
@@ -23,6 +24,7 @@ from scrimp.data.sources import (
     source_file,
     walk_files,
 )
+from scrimp.data.standard_chats import StandardChats
 from scrimp.errors import DataError
 from scrimp.files import storage
 
@@ -39,7 +41,7 @@ def open_source(source: str, column: str, *, conversations: bool = False) -> Sou
 
 def _open_source(source: str, column: Column) -> Source:
     if is_built_in(source):
-        return _open_built_in(source, column)
+        return _built_in(source, column)
     if source.startswith(HUB):
         return Hub(source, column)
     path = Path(source).expanduser()
@@ -48,8 +50,8 @@ def _open_source(source: str, column: Column) -> Source:
     if not exists:
         raise DataError(
             f"there is no file or folder {source}",
-            expected="stdlib, stdlib:PACKAGE, copy, label-maps:KIND, a text, JSONL or Parquet file, a folder, "
-            "or hf:OWNER/NAME for the Hugging Face hub",
+            expected="stdlib, stdlib:PACKAGE, copy, label-maps:KIND, stdlib-docstrings, stdlib-signatures, a text, "
+            "JSONL or Parquet file, a folder, or hf:OWNER/NAME for the Hugging Face hub",
             do=_hub_hint(source),
         )
     if is_folder:
@@ -64,23 +66,27 @@ def _open_source(source: str, column: Column) -> Source:
     return Files(str(path), [file], column, alone=True)
 
 
-def _open_built_in(source: str, column: Column) -> Source:
-    if source in LABEL_MAPS:
-        if not column.is_messages:
-            raise DataError(
-                f"{source} holds conversations, not text",
-                do="set --objective.name sft (scrimp prepare, scrimp eval: --conversations)",
-            )
-        return LabelMaps(source)
-    if column.is_messages:
-        raise no_conversations(source)
-    if source == "copy" and Path(source).exists():
+def _built_in(source: str, column: Column) -> Source:
+    is_chat = source in CHATS
+    if (is_chat or source == "copy") and Path(source).exists():
         raise DataError(
-            "copy is a task, and a file or folder here",
+            f"{source} is {'a source of conversations' if is_chat else 'a task'}, and a file or folder here",
             got=str(Path(source).absolute()),
             expected="one of the two",
-            do="write ./copy for what lies here, or rename it",
+            do=f"write ./{source} for what lies here, or rename it",
         )
+    if column.is_messages and not is_chat:
+        raise no_conversations(source)
+    if is_chat and not column.is_messages:
+        raise DataError(
+            f"{source} holds conversations, not text",
+            expected="stdlib, stdlib:PACKAGE, copy, or a source of your own",
+            do="set --objective.name sft (scrimp prepare, scrimp eval: --conversations) to learn from conversations",
+        )
+    if source in LABEL_MAPS:
+        return LabelMaps(source)
+    if is_chat:
+        return StandardChats(source, column)
     return CopyTask() if source == "copy" else StandardLibrary(source)
 
 

@@ -3,6 +3,7 @@
     stdlib              the Python files of the running Python's own standard library
     stdlib:PACKAGE      those of one package, as stdlib:email
     copy                a task: random letters, and the same again
+    stdlib-docstrings, stdlib-signatures   conversations about its functions (`scrimp.data.standard_chats`)
     label-maps:KIND     conversations about tasks that only examples tell, with demonstrations before the question
                         that are chosen by KIND, or few examples to tune on (see label_maps)
     FILE                text, JSONL (.jsonl, .ndjson, .json) or Parquet; text and JSONL also .gz, .zst
@@ -39,7 +40,10 @@ from scrimp.files import storage
 HUB = "hf:"
 _STDLIB = "stdlib"
 LABEL_MAPS = tuple(f"label-maps:{kind}" for kind in ("bm25", "random", "none", "few-shot"))
-BUILT_IN = frozenset({_STDLIB, "copy", *LABEL_MAPS})
+DOCSTRINGS = f"{_STDLIB}-docstrings"
+CHATS = frozenset({DOCSTRINGS, f"{_STDLIB}-signatures", *LABEL_MAPS})
+"""Built-in sources of conversations; the others are of text."""
+BUILT_IN = frozenset({_STDLIB, "copy"}) | CHATS
 """Sources that are names, never paths: ./stdlib is the folder. So is stdlib:PACKAGE (`is_built_in`)."""
 _PACKAGE = re.compile(rf"{_STDLIB}:(\w+)")
 _COPIES = 50_000

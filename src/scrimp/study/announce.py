@@ -14,7 +14,7 @@ from scrimp.study.comparisons import pairs_needed, visible_difference
 from scrimp.study.definition import Study
 from scrimp.study.estimate import Probe
 from scrimp.study.looks import Looks, confidence_of
-from scrimp.study.results import FIGURES, UNITS, Results, results_of
+from scrimp.study.results import FIGURES, UNITS, Results, ranked_by, results_of
 from scrimp.study.rounds import steps_of
 from scrimp.study.rows import Key, Row
 from scrimp.study.variants import Variant
@@ -73,7 +73,8 @@ def _runs(study: Study) -> list[str]:
     if study.halving is not None:
         ends = study.halving.steps(max(each))
         lines.append(
-            f"halving: all run to step {ends[0]:,}; one of {study.halving.factor} goes on to step "
+            f"halving by {ranked_by(study)}: all run to step {ends[0]:,}; "
+            f"one of {study.halving.factor} goes on to step "
             + ", then to ".join(f"{end:,}" for end in ends[1:])
         )
     return lines

@@ -25,6 +25,8 @@ _MAY_DIFFER: Final = ("data.tokens",)
 _ONLY_COMMON: Final = ("data",)
 _ONLY_COMMON_OF_LOSSES: Final = ("data", "evaluation", "train.sequence", "objective.name")
 _ONLY_COMMON_OF_TRUNKS: Final = ("model",)
+_ONLY_COMMON_OF_SIGNALS: Final = ("model", "adapter", "objective")
+"""Norms of gradients of other losses or weights have nothing in common."""
 _OF_COMBINED: Final = ("held_out_loss", "mean_source_loss")
 """Figures that models which are evaluated together have."""
 _ONLY_COMMON_OF_TARGETS: Final = ("model", "train.steps", "train.batch_tokens")
@@ -98,11 +100,11 @@ def _check_trunk(study: Study, trunk: Variant, where: str) -> None:
                 expected="the trunk's, whose tokenizer it reads",
                 do="move data.vocab_size to [settings]",
             )
-        if "model.weights" in variant.settings:
+        if "model.weights" in variant.settings and "model.weights" not in variant.naming:
             raise ConfigError(
                 f"{variant.name} in {where} begins with other weights than the trunk's",
                 got=f"model.weights {variant.settings['model.weights']}",
-                expected="the trunk's, which the study gives it",
+                expected="the trunk's, which the study gives it, or those of a run that goes on from it",
                 do="move model.weights to [trunk], or remove [trunk]",
             )
     if trunk.naming:
@@ -131,12 +133,18 @@ def _check_shared(study: Study, where: str) -> None:
         shared += _ONLY_COMMON_OF_TRUNKS
     if study.figure == "steps_to_target":
         shared += _ONLY_COMMON_OF_TARGETS
+    is_by_signal = study.halving is not None and study.halving.by == "early-signal"
+    if is_by_signal:
+        shared += _ONLY_COMMON_OF_SIGNALS
     control = next(one for one in study.variants if one.name == study.control)
     for variant in study.variants:
         keys = {*variant.settings, *control.settings}
         for key in sorted(keys):
             may_differ = study.target is None and key in _MAY_DIFFER
             may_differ |= key == "data.mix" and study.figure == "mean_source_loss"
+            may_differ |= (
+                key == "model.weights" and study.trunk is not None
+            )  # another run of the trunk's, or refused
             if may_differ or not any(key == one or key.startswith(f"{one}.") for one in shared):
                 continue
             mine, of_control = (one.settings.get(key) for one in (variant, control))
@@ -149,6 +157,11 @@ def _check_shared(study: Study, where: str) -> None:
                     expected="one value: all runs of a study share their data"
                     + ("" if is_timed else " and evaluation")
                     + ("" if study.trunk is None else ", and their model, which is the trunk's")
+                    + (
+                        ", and model, adapters and objective where early signals rank them"
+                        if is_by_signal
+                        else ""
+                    )
                     + ("" if study.target is None else ", and model, steps and batch on the way to a target"),
                     do="move it to [settings], or make it another study",
                 )
@@ -240,7 +253,8 @@ def _check_merges(study: Study, where: str) -> None:
 
 def _check_sources(study: Study, where: str) -> None:
     """Refuse runs that have no mixture, or one of other sources: these are what all are evaluated on."""
-    mixes = {one.name: one.settings.get("data.mix") for one in study.runs_of_a_seed if one.combined is None}
+    runs = [*study.runs, *([] if study.trunk is None or study.trunk_has_own_data else [study.trunk])]
+    mixes = {one.name: one.settings.get("data.mix") for one in runs}
     for name, mix in mixes.items():
         sources, common = (
             [one.name for one in mixed_sources(str(text))] if text else []

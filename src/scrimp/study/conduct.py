@@ -5,7 +5,7 @@ Problem  A study is killed, a run fails, a machine goes away; rows that there ar
 Method   What is to be done follows from the file and the rows alone: the runs of the round without a row, by seed, so
          that at any time whole pairs are there. A run that failed is a row with its error, which is tried again by the
          next call; the others go on. With halving a round ends when all of its runs have a row; then the variants with
-         the best mean difference from the control go on, and the control with them.
+         the best mean difference from the control, or the best early signal, go on, and the control with them.
          Runs that go on from a trunk, or need runs of other variants, wait until these have ended; one of which the
          folder is gone is made again, with the same losses, where a run needs it. Models that are combined are
          evaluated by this process, between runs.
@@ -159,7 +159,7 @@ def jobs_of(
                     steps=steps_of(variant) if is_trunk else now.steps[variant.name],
                     stops_there=not now.ends_runs and not is_trunk,
                     folder=runs,
-                    figure=study.recorded_figure,
+                    figure=study.recorded_figure_of(variant),
                     threads=threads,
                     needs=_needs_of(study, variant, seed),
                     combined=variant.combined,
@@ -174,16 +174,21 @@ def _settings_of(study: Study, variant: Variant, seed: int, probe: Probe, runs: 
     """All that a run is told but for its folder, with the folders of the runs that it needs."""
     folders = {name: runs / run_name(name, seed) for name in variant.needs}
     settings = with_micro_batch(study.settings_of(variant, seed) | variant.named_in(folders), probe)
-    if study.trunk is not None and variant is not study.trunk:
+    if _goes_on_from_trunk(study, variant):
         settings["model.weights"] = str(runs / run_name(TRUNK, seed))
         settings.setdefault("optimizer.from_weights", True)
     return settings
 
 
+def _goes_on_from_trunk(study: Study, variant: Variant) -> bool:
+    """Whether a variant is a run that begins with its trunk's weights, not with those of another variant's run."""
+    is_run = variant.combined is None and variant is not study.trunk
+    return study.trunk is not None and is_run and "model.weights" not in variant.naming
+
+
 def _needs_of(study: Study, variant: Variant, seed: int) -> tuple[Key, ...]:
     """The runs that have to be there before one of a variant begins."""
-    is_run = variant.combined is None
-    trunk = [study.trunk] if is_run and study.trunk not in (None, variant) else []
+    trunk = [study.trunk] if _goes_on_from_trunk(study, variant) else []
     needed = [*trunk, *map(study.named, variant.needs)]
     return tuple((one.name, seed, steps_of(one)) for one in needed if one is not None)
 

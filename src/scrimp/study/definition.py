@@ -81,6 +81,7 @@ from scrimp.study.variants import (
 RecordedFigure = Literal["held_out_loss", "mean_source_loss", "training_loss", "tokens_per_second"]
 """What a row has of every run."""
 FigureName = Literal[RecordedFigure, "steps_to_target"]
+RankedBy = Literal["figure", "early-signal"]
 _SHIPPED: Final = Path(__file__).parent / "shipped"
 _CONTAINERS: Final = (
     "seeds", "settings", "variants", "grid", "descent", "halving", "trunk", "submissions", "given",
@@ -102,6 +103,8 @@ class Halving:
 
     factor: int
     rounds: int
+    by: RankedBy = "figure"
+    """Which go on: those with the best figure, or those that `scrimp.study.early` finds best."""
 
     def steps(self, last: int) -> list[int]:
         """The step at which each round ends, the last one's being the run's."""
@@ -188,6 +191,10 @@ class Study(_Head):
         if not self.all_together:
             return self.confidence
         return share_of_error(self.confidence, len(self.others))
+
+    def recorded_figure_of(self, variant: Variant) -> RecordedFigure:
+        """The figure that a variant's row has to have: a trunk with a text of its own has no mixture's sources."""
+        return "held_out_loss" if variant is self.trunk and self.trunk_has_own_data else self.recorded_figure
 
     @property
     def batches(self) -> Literal["same", "by model", "other"]:
@@ -402,8 +409,11 @@ def _trunk(table: Mapping[str, Any], common: Settings, given: Settings, where: s
         if given:
             raise ConfigError(f"{where} has no trunk", got=f"settings of one: {', '.join(given)}")
         return None
-    own = settings_of_part(table_of(table, TRUNK, where), where, TRUNK)
-    return Variant(TRUNK, {**common, **own, **given})
+    own = settings_of_part(table_of(table, TRUNK, where), where, TRUNK) | dict(given)
+    gone = ["data.mix"] if "data.source" in own else []
+    if own.get("objective.name", common.get("objective.name")) != common.get("objective.name"):
+        gone.append("data.chat_template")  # it may be of text, which has none
+    return Variant(TRUNK, {**{key: one for key, one in common.items() if key not in gone}, **own})
 
 
 def _after_trunk(variant: Variant, trunk: Variant) -> Variant:
@@ -422,10 +432,13 @@ def _halving(table: Mapping[str, Any], where: str) -> Halving | None:
     if "halving" not in table:
         return None
     values = table_of(table, "halving", where)
+    known = leaves(Halving, "halving.")
     for key in values:
-        if key not in ("factor", "rounds"):
-            raise _unknown(f"halving.{key}", ["halving.factor", "halving.rounds"], where)
+        if f"halving.{key}" not in known:
+            raise _unknown(f"halving.{key}", list(known), where)
     found = {"factor": 2, "rounds": 1} | values
+    if "by" in values:
+        convert(known["halving.by"], values["by"], where)
     for key, least, most in (("factor", 2, 100), ("rounds", 1, 20)):
         if not _is_count(found[key], 0):
             raise ConfigError(

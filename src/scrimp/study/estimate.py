@@ -279,7 +279,7 @@ def _probe(study: Study, variant: Variant, threads: int, *, trusts: bool) -> Pro
             settings=settings,
             steps=steps_of(variant),
             folder=Path(name),
-            figure=study.recorded_figure,
+            figure=study.recorded_figure_of(variant),
             threads=threads,
             trusts=trusts,
         )

@@ -185,8 +185,9 @@ def row_of(job: Job, *, seconds: float, error: str | None = None) -> Row:
         **common,
         error=error,
         figures={} if error else figures,
-        training=_training_curve(run, job.steps),
+        training=_means_of(run, "loss", job.steps),
         held_out=_held_out_curve(run, job),
+        gradient_norm=_means_of(run, "grad_norm", job.steps),
         data=data_digest(job.run_folder, job.figure),
         environment=environment,
     )
@@ -237,9 +238,9 @@ def _tokens_per_second(run: RunRecord, steps: int) -> float | None:
     return float(statistics.median(later.tolist())) if len(later) else None
 
 
-def _training_curve(run: RunRecord, steps: int) -> Curve:
-    at, losses = run.columns["step"], run.columns["loss"]
-    return _means(at[at <= steps], losses[at <= steps], steps)
+def _means_of(run: RunRecord, column: str, steps: int) -> Curve:
+    at, values = run.columns["step"], run.columns[column]
+    return _means(at[at <= steps], values[at <= steps], steps)
 
 
 def _means(at: Array, values: Array, steps: int) -> Curve:
@@ -250,7 +251,7 @@ def _means(at: Array, values: Array, steps: int) -> Curve:
         part = values[(at > end - width) & (at <= end)]
         part = part[np.isfinite(part)]
         found.steps.append(min(end, steps))
-        found.values.append(round(float(part.mean()), 6) if len(part) else None)
+        found.values.append(float(f"{part.mean():.7g}") if len(part) else None)
     return found
 
 

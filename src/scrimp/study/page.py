@@ -22,9 +22,10 @@ from scrimp.report.html import Markup, escape, join, tag
 from scrimp.report.page import policy_of, resource
 from scrimp.report.units import format_duration, format_number, format_percent
 from scrimp.study.comparisons import Comparison
+from scrimp.study.definition import Halving, Study
 from scrimp.study.looks import SHARE_OF_ALL_LOOKS
 from scrimp.study.picture import interval_svg
-from scrimp.study.results import FIGURES, UNITS, Outcome, Results, mean_curve, mean_gap
+from scrimp.study.results import FIGURES, UNITS, Outcome, Results, mean_curve, mean_gap, ranked_by
 from scrimp.study.rounds import steps_of
 from scrimp.study.rows import Row
 
@@ -129,6 +130,7 @@ def _header(results: Results) -> Markup:
         "intervals": f"{level(results.confidence)}, {study.interval}",
         "batches": _BATCHES[study.batches] + ("" if study.shares_steps else "; the number of steps differs"),
         "begin": _begin(results),
+        **({} if study.halving is None else {"rounds": _rounds(study, study.halving)}),
         "errors": "of all comparisons together" if study.all_together else "of each comparison by itself",
     }
     return join(
@@ -145,11 +147,17 @@ def _header(results: Results) -> Markup:
     )
 
 
+def _rounds(study: Study, halving: Halving) -> str:
+    ends = " and ".join(f"{end:,}" for end in halving.steps(steps_of(study.variants[0]))[:-1])
+    return f"after step {ends} one of {halving.factor} goes on, ranked by {ranked_by(study)}"
+
+
 def _begin(results: Results) -> str:
     trunk = results.study.trunk
     if trunk is None:
         return "with first weights"
-    return f"runs of a seed with the weights and moments of one run of {steps_of(trunk):,} steps"
+    moments = " and moments" * (results.study.runs[0].settings.get("optimizer.from_weights") is not False)
+    return f"runs of a seed with the weights{moments} of one run of {steps_of(trunk):,} steps"
 
 
 def _failures(results: Results) -> Markup | None:
@@ -203,7 +211,7 @@ def _kind(outcome: Outcome) -> str:
 
 def _cells(results: Results, one: Outcome) -> list[str | Markup]:
     found = one.comparison
-    name = f"{one.name} (dropped after step {one.steps:,})" if one.is_dropped else one.name
+    name = f"{one.name} ({dropped_text(results, one)})" if one.is_dropped else one.name
     if found is None:
         return [name, str(len(one.values)), centre_text(results, one), "", "", "", "", one.verdict]
     return [
@@ -216,6 +224,11 @@ def _cells(results: Results, one: Outcome) -> list[str | Markup]:
         format_number(found.visible, 3) if found.visible is not None else "",
         tag("span", one.verdict, class_="verdict"),
     ]
+
+
+def dropped_text(results: Results, one: Outcome) -> str:
+    """When a variant was dropped, and by what."""
+    return f"dropped after step {one.steps:,} by {ranked_by(results.study).partition(':')[0]}"
 
 
 def level(confidence: float) -> str:

@@ -23,7 +23,7 @@ def differences(
     found = {}
     for mine, control in _beside_control(study, rows, variant, step):
         value, other = figure_of(study, mine), figure_of(study, control)
-        if value is not None and other is not None and not _read_other_data(mine, control):
+        if value is not None and other is not None and not read_other_data(mine, control):
             found[mine.seed] = value - other
     return found
 
@@ -44,7 +44,7 @@ def with_other_data(study: Study, rows: Mapping[Key, Row], variant: str) -> dict
         f"{control.data[:12]}), and is not compared; name the same data on all machines, and run the study again "
         "in another --out"
         for mine, control in _beside_control(study, rows, variant)
-        if _read_other_data(mine, control)
+        if read_other_data(mine, control)
     }
 
 
@@ -80,5 +80,6 @@ def _beside_control(
             yield mine, control
 
 
-def _read_other_data(mine: Row, control: Row) -> bool:
+def read_other_data(mine: Row, control: Row) -> bool:
+    """Whether both say what they have read, and it is not the same."""
     return bool(mine.data and control.data and mine.data != control.data)

@@ -227,6 +227,12 @@ def verdict_text(study: Study, comparison: Comparison, relative: float | None = 
     return f"{comparison.verdict} by {size}{share}"
 
 
+def ranked_by(study: Study) -> str:
+    """What decides which variants go on after a round."""
+    by_signal = study.halving is not None and study.halving.by == "early-signal"
+    return "early signal: a low gradient norm, a high training loss" if by_signal else FIGURES[study.figure]
+
+
 # -- curves ------------------------------------------------------------------------------------
 
 

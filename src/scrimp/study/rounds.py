@@ -1,8 +1,9 @@
 """The rounds of a study: which variants run to which step, by the rows of the rounds before.
 
-Usually there is one. With halving a round ends at a step; the best by mean difference from the control go on, and
-the control with them. A descent (`scrimp.study.descent`) has a round for each place and setting: the variant there and
-its neighbours. What is done follows from rows alone, so that a study that was killed decides the same again.
+Usually there is one. With halving a round ends at a step; the best by mean difference from the control, or by what
+they show early (`scrimp.study.early`), go on, and the control with them. A descent (`scrimp.study.descent`) has a round
+for each place and setting: the variant there and its neighbours. What is done follows from rows alone, so that a study
+that was killed decides the same again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from scrimp.config import Config
 from scrimp.study.definition import Halving, Study
 from scrimp.study.descent import Descent, Point
-from scrimp.study.pairs import differences, figure_of
+from scrimp.study.early import Signal, early_scores, signal_of
+from scrimp.study.pairs import differences, figure_of, read_other_data
 from scrimp.study.rows import Key, Row
 from scrimp.study.variants import Variant
 
@@ -52,7 +54,7 @@ def _halved(study: Study, halving: Halving, rows: Mapping[Key, Row]) -> Iterator
     for end in ends:
         yield Round(variants, dict.fromkeys((one.name for one in variants), end), end == ends[-1])
         others = [one for one in variants if one.name != study.control]
-        scores = {one.name: _score(study, rows, one.name, end) for one in others}
+        scores = _scores(study, halving, rows, [one.name for one in others], end)
         ranked = sorted(others, key=lambda one: scores[one.name])
         kept = {one.name for one in ranked[: survivors(len(others), halving.factor)]} | {study.control}
         variants = tuple(one for one in variants if one.name in kept)
@@ -112,8 +114,33 @@ def _keys(study: Study, now: Round) -> list[Key]:
     return [(name, seed, steps) for name, steps in now.steps.items() for seed in study.seeds]
 
 
+def _scores(
+    study: Study, halving: Halving, rows: Mapping[Key, Row], names: Sequence[str], step: int
+) -> dict[str, tuple[int, float]]:
+    """By variant a key that ranks them, the best first: runs that failed, then what the study ranks by."""
+    if halving.by == "figure":
+        return {name: _score(study, rows, name, step) for name in names}
+    signals = {name: _signals(study, rows, name, step) for name in names}
+    scores = early_scores(signals)
+    return {
+        name: (len(study.seeds) - len(found), scores.get(name, math.inf)) for name, found in signals.items()
+    }
+
+
+def _signals(study: Study, rows: Mapping[Key, Row], variant: str, step: int) -> dict[int, Signal]:
+    """By seed, what runs show that did not fail, and have read what the control has."""
+    found = {}
+    for seed in study.seeds:
+        row, control = rows.get((variant, seed, step)), rows.get((study.control, seed, step))
+        if row is None or (control is not None and read_other_data(row, control)):
+            continue
+        if (signal := signal_of(row)) is not None:
+            found[seed] = signal
+    return found
+
+
 def _score(study: Study, rows: Mapping[Key, Row], variant: str, step: int) -> tuple[int, float]:
-    """A key that ranks variants, the best first: runs that failed, then the mean difference from the control."""
+    """Runs that failed, and the mean difference from the control."""
     keys = [(variant, seed, step) for seed in study.seeds]
     failed = sum(key not in rows or rows[key].error is not None for key in keys)
     found = list(differences(study, rows, variant, step).values())

@@ -69,6 +69,8 @@ class Row:
     training: Curve | None = None
     """Training loss: means of equal parts of the run."""
     held_out: Curve | None = None
+    gradient_norm: Curve | None = None
+    """Norm of the gradient before clipping, in the same parts; None in rows of earlier versions."""
     data: str = ""
     """Digest of tokenizer and corpus."""
     seconds: float = 0.0
@@ -122,7 +124,7 @@ def read_rows(folder: Path) -> dict[Key, Row]:
 
 def _check(row: Row, where: str, path: Path) -> None:
     """Refuse what no run writes, and what no report could reckon with."""
-    for curve in (row.training, row.held_out):
+    for curve in (row.training, row.held_out, row.gradient_norm):
         if curve is not None and len(curve.steps) != len(curve.values):
             raise CheckpointError(
                 f"{where} has a curve with other steps than values",

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scrimp.report.html import visible
-from scrimp.study.page import centre_name, centre_text, interval_text, signed
+from scrimp.study.page import centre_name, centre_text, dropped_text, interval_text, signed
 from scrimp.study.results import FIGURES, UNITS, Outcome, Results
 
 
@@ -29,7 +29,7 @@ def verdict_table(results: Results) -> Table:
 def _cells(results: Results, one: Outcome) -> list[str]:
     found = one.comparison
     failed = f"; {len(one.failures)} failed" if one.failures else ""
-    dropped = f"; dropped after step {one.steps:,}" if one.is_dropped else ""
+    dropped = f"; {dropped_text(results, one)}" if one.is_dropped else ""
     return [
         one.name,
         str(len(one.values)),

@@ -135,7 +135,7 @@ def _sign(value: float) -> int:
     return (value > 0) - (value < 0)
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
+def ranks(values: Sequence[float]) -> list[float]:
     """Ranks from 1; equal values share the mean of theirs."""
     ordered = sorted(values)
     shared = {
@@ -147,7 +147,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float:
     """Spearman's correlation: Pearson's of ranks, equal values sharing theirs; 0 where either side is constant."""
-    return pearson(_ranks(x), _ranks(y))
+    return pearson(ranks(x), ranks(y))
 
 
 def pearson(x: Sequence[float], y: Sequence[float]) -> float:

@@ -1,0 +1,193 @@
+"""Supervised fine-tuning of small models: which batch and rate, whom to stop early, and in how many phases.
+
+Problem  Most of what is known of fine-tuning is known of large models and by habit: batches of 128 samples, warm-up, a
+         decay of the rate, one phase for each kind of data. A sweep over all of it is too much.
+Method   What the guide found of models of 3 to 7 billion parameters, and `train.toml` sets:
+
+             batch      some thousand samples, with a lower rate, end better than 128
+             schedule   a constant rate without warm-up costs nothing
+             loss       of all answer tokens of the whole batch alike, whatever micro-batches and packing are
+             phases     one run on all data ("stacked") is as good as one kind of it after the other ("phased")
+             early      low gradient norm and high loss early point to the better runs of a sweep: the others can be
+                        stopped, with `[halving]` and `by = "early-signal"` (`scrimp.study.early`)
+
+Study    `scrimp study recipe:fine-tuning`: a small model of Python source learns two kinds of conversations about it.
+         Six pairs of batch and rate with the same samples, all to their end; and the same samples in two phases. Said
+         of it: whether larger batches with lower rates end lower; Spearman's correlation of the early score, after a
+         quarter of each run's steps, and the final loss; what phases change.
+Limits   0.2 million parameters, a byte a token, less than one pass over the data, a rate chosen by the seeds that it is
+         shown on: too little to say anything against a guide for models ten thousand times as large. Of so few steps a
+         low rate may be far too low, and the signal then takes for the best who has learnt nothing: copy the study's
+         file for your own model and conversations. The guide judges by benchmarks, the study by held-out loss. Base
+         and conversations come from the same files, so that the base has read some of the answers.
+Source   Pareja et al., "Unveiling the Secret Recipe: A Guide For Supervised Fine-Tuning Small LLMs" (2024, arXiv
+         2412.13337)
+Checked  tests/recipes/test_fine_tuning.py
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from scrimp.study.early import Signal, early_scores, signal_of
+from scrimp.study.job import SOURCE
+from scrimp.study.rounds import steps_of
+from scrimp.tasks.curves import spearman
+
+if TYPE_CHECKING:
+    from scrimp.study.definition import Study
+    from scrimp.study.results import Results
+    from scrimp.study.rows import Row
+    from scrimp.study.variants import Variant
+
+_SHARE: Final = 0.25
+"""Of each run's steps, after which it is ranked."""
+_LEAST: Final = 3
+"""Runs of which a correlation says something."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A batch with a rate."""
+
+    name: str
+    batch: int
+    rate: float
+    losses: Mapping[int, float]
+    """By seed."""
+
+    @property
+    def loss(self) -> float:
+        """Their mean."""
+        return statistics.fmean(self.losses.values())
+
+
+def findings(results: Results) -> list[str]:
+    """What the study's results say, a sentence each; of runs that are missing nothing."""
+    pairs = _pairs(results)
+    return [*_batches(pairs), *_early(results, pairs), *_phases(results)]
+
+
+def _pairs(results: Results) -> list[Pair]:
+    """The sweep, of the seeds that all of it has: the variants that train on the control's mixture from the trunk."""
+    study = results.study
+    mix = study.named(study.control).settings.get("data.mix")
+    swept = [one for one in study.runs if one.settings.get("data.mix") == mix and not one.needs]
+    losses = {one.name: _losses(results, one) for one in swept}
+    seeds = set.intersection(*map(set, losses.values())) if losses else set[int]()
+    return [
+        Pair(
+            one.name,
+            int(one.settings["train.batch_tokens"]),
+            float(one.settings["optimizer.lr"]),
+            {seed: losses[one.name][seed] for seed in sorted(seeds)},
+        )
+        for one in swept
+        if seeds
+    ]
+
+
+def _losses(results: Results, variant: Variant) -> dict[int, float]:
+    return {row.seed: loss for row in _rows(results, variant) if (loss := _figure(results, row)) is not None}
+
+
+def _rows(results: Results, variant: Variant) -> list[Row]:
+    """The rows of whole runs that did not fail."""
+    steps = steps_of(variant)
+    return [
+        row
+        for row in results.rows
+        if row.variant == variant.name and row.steps == steps and row.error is None
+    ]
+
+
+def _figure(results: Results, row: Row) -> float | None:
+    return row.figures.get(results.study.figure)
+
+
+def _batches(pairs: Sequence[Pair]) -> list[str]:
+    """Each batch at its best rate, and whether larger ones with lower rates end lower."""
+    best = [
+        min((one for one in pairs if one.batch == batch), key=lambda one: one.loss)
+        for batch in sorted({one.batch for one in pairs})
+    ]
+    said = [f"Batch of {one.batch:,} tokens: {one.loss:.4f} at its best rate, {one.rate:g}." for one in best]
+    beside = [
+        (one, other) for one in pairs for other in pairs if one.batch > other.batch and one.rate < other.rate
+    ]
+    if beside:
+        better = sum(one.loss < other.loss for one, other in beside)
+        said.append(
+            f"Of {len(beside)} comparisons of a larger batch and lower rate with a smaller batch and higher rate, "
+            f"the larger batch ends lower in {better}."
+        )
+    return said
+
+
+def _early(results: Results, pairs: Sequence[Pair]) -> list[str]:
+    """Whether the early score orders the final losses."""
+    signals = {one.name: _signals(results, one) for one in pairs}
+    if len(pairs) < _LEAST or not all(signals.values()):
+        return []
+    scores, losses = early_scores(signals), [one.loss for one in pairs]
+    norms, early_losses = (
+        [statistics.fmean(getattr(one, name) for one in signals[pair.name].values()) for pair in pairs]
+        for name in ("gradient_norm", "loss")
+    )
+    alone = spearman(norms, losses), spearman([-one for one in early_losses], losses)
+    order = sorted(pairs, key=lambda one: scores[one.name])
+    best = min(pairs, key=lambda one: one.loss)
+    kept = order[: -(-len(order) // 2)]
+    return [
+        f"After a quarter of the steps, Spearman's correlation of the early score and the final loss is "
+        f"{spearman([scores[one.name] for one in pairs], losses):+.2f} over {len(pairs)} runs' means (+1: as the guide "
+        f"has it); by low gradient norm alone {alone[0]:+.2f}, by high loss alone {alone[1]:+.2f}.",
+        f"Of the better half by that score ({', '.join(one.name for one in kept)}) the best at the end, {best.name}, "
+        f"is {'one' if best in kept else 'none'}.",
+    ]
+
+
+def _signals(results: Results, pair: Pair) -> dict[int, Signal]:
+    rows = [row for row in _rows(results, results.study.named(pair.name)) if row.seed in pair.losses]
+    found = {row.seed: signal_of(row, _SHARE) for row in rows}
+    return {seed: one for seed, one in found.items() if one is not None}
+
+
+def _phases(results: Results) -> list[str]:
+    """What two phases change beside one run on the same samples, seed by seed."""
+    phased = _phased(results.study)
+    if phased is None:
+        return []
+    stacked = results.study.named(results.study.control)
+    rows = [{row.seed: row for row in _rows(results, one)} for one in (stacked, phased)]
+    both = [(rows[0][seed], rows[1][seed]) for seed in sorted(rows[0].keys() & rows[1].keys())]
+    names = [results.study.figure, *sorted(name for name in _names(both) if name.startswith(SOURCE))]
+    changes = {name: _changes(both, name) for name in names}
+    whole = changes[results.study.figure]
+    if not whole:
+        return []
+    each = ", ".join(
+        f"{name.removeprefix(SOURCE)} {statistics.fmean(found):+.4f}"
+        for name, found in changes.items()
+        if found and name.startswith(SOURCE)
+    )
+    return [
+        f"Two phases in the place of one mixture of the same samples change the loss by {statistics.fmean(whole):+.4f} "
+        f"({each}); lower on {sum(one < 0 for one in whole)} of {len(whole)} seeds."
+    ]
+
+
+def _phased(study: Study) -> Variant | None:
+    return next((one for one in study.runs if "model.weights" in one.naming), None)
+
+
+def _names(both: Sequence[tuple[Row, Row]]) -> set[str]:
+    return {name for rows in both for row in rows for name in row.figures}
+
+
+def _changes(both: Sequence[tuple[Row, Row]], name: str) -> list[float]:
+    pairs = [(one.figures.get(name), other.figures.get(name)) for one, other in both]
+    return [after - before for before, after in pairs if before is not None and after is not None]
