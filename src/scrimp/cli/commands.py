@@ -39,7 +39,8 @@ class Train:
     """Train a model as the configuration says: defaults, then FILE, then the options given here."""
 
     file: Positional[Path | None] = None
-    """TOML file with the same settings as the options below, or recipe:NAME. Without one: the defaults."""
+    """TOML file with the same settings as the options below, or recipe:NAME. Without one: the defaults. With
+    [[stages]] of settings in it, runs one after another, each from the weights of the one before."""
     resume: FlagCreatePairsOff[bool] = False
     """Go on from the newest checkpoint in run.dir that is whole and finite."""
     resume_from: int | None = None
