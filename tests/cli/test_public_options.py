@@ -53,6 +53,7 @@ PUBLIC = {
     "launch": "COMMAND --ranks --grace --restarts --min-ranks --copies",
     "prepare": "SRC OUT --text-column --conversations --chat-template --tokenizer --bpe-vocab-size --held-out "
     "--workers",
+    "align": "SOURCE TARGET OUT",
     "verify": "PATH",
     "eval": "TARGET --data --tasks --checkpoints --beside --text-column --conversations --sequence --device "
     "--trust-code",

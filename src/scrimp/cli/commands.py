@@ -201,6 +201,30 @@ class Prepare:
 
 
 @dataclass(frozen=True)
+class Align:
+    """Find which sentences of two documents, one a translation of the other, belong together: by the two alone."""
+
+    source: Positional[Path]
+    """Text in one language, in UTF-8."""
+    target: Positional[Path]
+    """The same in the other one."""
+    out: Positional[Path]
+    """New JSONL file of pairs: source, target, score from 0 to 1, and text, which data.source reads."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        from scrimp.data.parallel_text import mine, refuse_taken, write_pairs
+
+        refuse_taken(self.out)
+        mined = mine(self.source, self.target)
+        write_pairs(mined, self.out)
+        print(
+            f"{self.out}: {len(mined.kept):,} pairs of {len(mined.source):,} and {len(mined.target):,} sentences; "
+            f"{mined.found - len(mined.kept):,} more were left out for their lengths or their language"
+        )
+        return 0
+
+
+@dataclass(frozen=True)
 class Verify:
     """Check all of a corpus, a run, a checkpoint or an exported model, and name the newest sound checkpoint."""
 
@@ -394,6 +418,7 @@ COMMANDS: dict[str, type[Command]] = {
     "launch": Launch,
     "plan": Plan,
     "prepare": Prepare,
+    "align": Align,
     "verify": Verify,
     "eval": Evaluate,
     "generate": Generate,

@@ -1,7 +1,7 @@
 """`scrimp train` and `scrimp plan` of a file with stages: the same commands, and what they do with several runs.
 
-They are made of the command that was parsed (`in_stages`), so that stages add no option to the command line. Options that
-are of one run alone are refused by name.
+They are made of the command that was parsed (`in_stages`), so that stages add no option to the command line. Options
+that are of one run alone are refused by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stages of a training: tables of settings, each a run that goes on from the weights of the one before.
 
-Problem  A model learns from much text of any kind, then from a mixture with the text that matters, then from that alone.
-         Each stage has its own data, steps and rates, and nobody wants to start them by hand.
+Problem  A model learns from much text of any kind, then from a mixture with the text that matters, then from that
+         alone. Each stage has its own data, steps and rates, and nobody wants to start them by hand.
 Method   `[[stages]]` in the file of a training are tables of settings, as the file itself has them:
 
              data.mix = "web.jsonl=1,mine.txt=0"      # what all stages have
@@ -14,8 +14,8 @@ Method   `[[stages]]` in the file of a training are tables of settings, as the f
              train.steps = 500
              optimizer.lr = 3e-4
 
-         What a stage says stands in the place of what the file says, and an option of the command line in the place of
-         both, in every stage. Stage n is a run of its own in the folder stage-n. From the second on it begins with the
+         What a stage says stands in the place of what the file says (a mixture in that of a source, and the reverse), and
+         an option of the command line in the place of both, in every stage. Stage n is a run of its own in the folder stage-n. From the second on it begins with the
          weights of the stage before, and with the optimizer's states unless `optimizer.from_weights = false` stands
          there; adapters, which are new weights, begin with none.
          All that makes one model of them is refused in a stage: model.*, and the tokenizer, which is that of the first.
@@ -120,8 +120,17 @@ def with_command_line(
         given: dotted keys of both.
         on_line: those of the command line, whose values count in every stage.
     """
-    kept = tuple({key: value for key, value in one.items() if key not in on_line} for one in tables)
+    own = [_with_one_text(one) for one in tables]
+    kept = tuple({key: value for key, value in one.items() if key not in on_line} for one in own)
     return StagedRun(common, given, kept)
+
+
+def _with_one_text(table: Settings) -> Settings:
+    """A stage that has a mixture has no source, and the reverse, whatever the file says of all stages."""
+    for key, other in (("data.mix", "data.source"), ("data.source", "data.mix")):
+        if key in table and other not in table:
+            return {**table, other: flatten(Config())[other]}
+    return table
 
 
 def _stages_in(value: object, where: str) -> tuple[Settings, ...]:

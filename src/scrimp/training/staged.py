@@ -8,8 +8,8 @@ Method   Before the first stage all are decided as they will be: the first as a 
          decided for its data, batch and precision. Nothing else is kept: where the same command is given again, stages
          whose next one has begun are over, if their settings are still the same, the last one that has begun goes on
          from its newest checkpoint, and the others begin.
-Limits   Whether a text is long enough, and what a tokenizer that is still to be trained makes of it, is seen when its stage
-         begins. Copies that are jobs of their own (`scrimp launch --copies`) have no stages.
+Limits   Whether a text is long enough, and what a tokenizer that is still to be trained makes of it, is seen when its
+         stage begins. Copies that are jobs of their own (`scrimp launch --copies`) have no stages.
 Checked  tests/training/test_staged.py
 """
 
