@@ -26,55 +26,58 @@ def english(count: int) -> list[str]:
     return found[:count]
 
 
+class Cipher:
+    """A language in which every word is another one, always the same.
+
+    Args:
+        noise: share of the words that it leaves out, and of those to which it adds any other one.
+    """
+
+    def __init__(self, chance: random.Random, noise: float) -> None:
+        self._chance, self._noise, self._words = chance, noise, dict[str, str]()
+
+    def told(self, sentence: str) -> str:
+        """The sentence in it."""
+        found = []
+        for word in re.findall(r"\w+", sentence.casefold()):
+            if self._chance.random() >= self._noise:
+                found.append(self._another(word))
+            if self._chance.random() < self._noise and self._words:
+                found.append(self._chance.choice(list(self._words.values())))
+        return " ".join(found) + "."
+
+    def _another(self, word: str) -> str:
+        while word not in self._words:
+            made = "".join(self._chance.choices("bdfgklmnprstvaeiouy", k=self._chance.randint(2, 11)))
+            if made not in self._words.values():
+                self._words[word] = made
+        return self._words[word]
+
+
 def ciphered(sentences: list[str], seed: int, *, changed: float = 0.1, noise: float = 0.0) -> Bitext:
-    """The text, and a cipher of it: every word is another one, always the same.
+    """The text and a cipher of it.
 
     Args:
         changed: share of places where two sentences are one in the other text, and of those where one is missing there.
-        noise: share of the words that the cipher leaves out, and of those to which it adds any other one.
+        noise: as the cipher has it.
     """
-    chance, words = random.Random(seed), dict[str, str]()
-
-    def another(word: str) -> str:
-        while word not in words:
-            made = "".join(chance.choices("bdfgklmnprstvaeiouy", k=chance.randint(2, 11)))
-            if made not in words.values():
-                words[word] = made
-        return words[word]
-
-    def told(sentence: str) -> str:
-        found = []
-        for word in re.findall(r"\w+", sentence.casefold()):
-            if chance.random() >= noise:
-                found.append(another(word))
-            if chance.random() < noise and words:
-                found.append(chance.choice(list(words.values())))
-        return " ".join(found) + "."
-
-    source, target, pairs, at = list[str](), list[str](), list[Pair](), 0
+    chance, text, at = random.Random(seed), Bitext([], [], []), 0
+    cipher = Cipher(chance, noise)
+    shares = {(1, 0): changed / 2, (0, 1): changed / 2, (1, 2): changed / 2, (2, 1): changed / 2}
+    moves, weights = [*shares, (1, 1)], [*shares.values(), 1 - 2 * changed]
     while at < len(sentences):
-        which, here, there = chance.random(), len(source), len(target)
-        two = sentences[at : at + 2]
-        if which < changed / 2:
-            source.append(sentences[at])
-        elif which < changed:
-            target.append(told(sentences[at]))
-        elif which < changed * 1.5 and len(two) == 2:
-            source.append(" ".join(two))
-            target += [told(one) for one in two]
-            pairs.append(Pair(here, 1, there, 2))
-            at += 1
-        elif which < changed * 2 and len(two) == 2:
-            source += two
-            target.append(" ".join(told(one) for one in two))
-            pairs.append(Pair(here, 2, there, 1))
-            at += 1
-        else:
-            source.append(sentences[at])
-            target.append(told(sentences[at]))
-            pairs.append(Pair(here, 1, there, 1))
-        at += 1
-    return Bitext(source, target, pairs)
+        sources, targets = chance.choices(moves, weights)[0]
+        count = max(sources, targets)
+        parts = sentences[at : at + count]
+        if len(parts) < count:
+            break
+        if sources and targets:
+            text.pairs.append(Pair(len(text.source), sources, len(text.target), targets))
+        told = [cipher.told(one) for one in parts]
+        text.source.extend([" ".join(parts)] if sources == 1 else parts[:sources])
+        text.target.extend([" ".join(told)] if targets == 1 else told[:targets])
+        at += count
+    return text
 
 
 def measured(found: list[Pair], right: list[Pair]) -> tuple[float, float, float]:

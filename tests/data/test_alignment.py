@@ -181,7 +181,7 @@ def test_a_cipher_that_nobody_told_is_aligned(sentences: int, noise: float) -> N
     print(f"by lengths F1 {by_length[2]:.3f}; F1 {f1:.3f}, precision {precision:.3f}, recall {recall:.3f}")
     assert f1 >= 0.95
     assert f1 > by_length[2] + 0.05
-    scores = {pair: score for pair, score in found}
+    scores = dict(found)
     right = [scores[pair] for pair in text.pairs if pair in scores]
     wrong = [score for pair, score in found if pair not in set(text.pairs)]
     assert all(0 <= score <= 1 + 1e-9 for score in scores.values())

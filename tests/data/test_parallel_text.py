@@ -58,12 +58,8 @@ def test_a_profile_knows_its_language_by_sentences_that_it_has_not_seen() -> Non
     assert sum(right) >= 0.98 * len(right)
     first = text.source[0]
     assert own.likeness(first, within=True) == pytest.approx(
-        Profile_without(text.source[:200]).likeness(first), rel=0.05
+        Profile(text.source[1:200]).likeness(first), rel=0.05
     )
-
-
-def Profile_without(sentences: list[str]) -> Profile:
-    return Profile(sentences[1:])
 
 
 def test_what_nobody_translated_and_what_is_far_too_long_is_left_out(tmp_path: Path) -> None:

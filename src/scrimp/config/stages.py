@@ -14,10 +14,10 @@ Method   `[[stages]]` in the file of a training are tables of settings, as the f
              train.steps = 500
              optimizer.lr = 3e-4
 
-         What a stage says stands in the place of what the file says (a mixture in that of a source, and the reverse), and
-         an option of the command line in the place of both, in every stage. Stage n is a run of its own in the folder stage-n. From the second on it begins with the
-         weights of the stage before, and with the optimizer's states unless `optimizer.from_weights = false` stands
-         there; adapters, which are new weights, begin with none.
+         What a stage says stands in the place of what the file says (a mixture in that of a source, and the reverse),
+         and an option of the command line in the place of both, in every stage. Stage n is a run of its own in the
+         folder stage-n. From the second on it begins with the weights of the stage before, and with the optimizer's
+         states unless `optimizer.from_weights = false` stands there; adapters, which are new weights, begin with none.
          All that makes one model of them is refused in a stage: model.*, and the tokenizer, which is that of the first.
 Limits   A stage reads its text from the beginning: one with the sources of the stage before reads them in the same
          order, unless it has a `run.seed` of its own.

@@ -1,9 +1,9 @@
 """A training in stages: runs in one folder, each from the weights of the one before (`scrimp.config.stages`).
 
 Problem  A stage that cannot begin is noticed when the stages before it have taken hours.
-Method   Before the first stage all are decided as they will be: the first as a run is, the others with its architecture and
-         tokenizer in the place of weights that are not there yet. Their sources are looked for, their memory is planned,
-         and the optimizer's states that go over have to be those that the next stage keeps.
+Method   Before the first stage all are decided as they will be: the first as a run is, the others with its architecture
+         and tokenizer in the place of weights that are not there yet. Their sources are looked for, their memory is
+         planned, and the optimizer's states that go over have to be those that the next stage keeps.
          Then each stage is a run (`scrimp.training.session`), with a plan of its own: formats, memory and back ends are
          decided for its data, batch and precision. Nothing else is kept: where the same command is given again, stages
          whose next one has begun are over, if their settings are still the same, the last one that has begun goes on

@@ -14,7 +14,7 @@ Limits   One choice of steps and rates for each stage, which nobody tuned; the d
          than 400, of which `in-domain-short` is one choice. The paper trains translation, from a large parallel corpus
          to pairs that were mined from lectures; here it is language modelling of packages of Python.
 Source   Song et al., arXiv 2311.03696 (its multistage fine-tuning; mining is `scrimp align`)
-Checked  tests/recipes/test_staged.py
+Checked  tests/recipes/test_staged_recipe.py
 """
 
 from __future__ import annotations
