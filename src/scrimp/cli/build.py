@@ -30,6 +30,7 @@ from scrimp.config import (
     with_command_line,
 )
 from scrimp.config.elsewhere import answer_for
+from scrimp.config.stages import Settings
 from scrimp.errors import ConfigError, ScrimpError, typed
 from scrimp.recipes import file_of, is_recipe
 
@@ -102,7 +103,7 @@ def _build_configured(
         if len(quiet) == len(words):
             raise
         command = kind()  # a mistake beside --help: the help answers it
-    in_file, stages = frozenset[str](), ()
+    in_file, stages = frozenset[str](), tuple[Settings, ...]()
     if command.file is not None or len(quiet) < len(words):
         file = command.file
         if file is not None and is_recipe(str(file)):

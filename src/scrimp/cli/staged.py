@@ -49,9 +49,10 @@ class StagedPlan(Plan):
 
 def in_stages(command: Train | Plan, stages: StagedRun) -> StagedTrain | StagedPlan:
     """The command that does with all stages what one does with a run."""
-    kind = StagedTrain if isinstance(command, Train) else StagedPlan
     values = {field.name: getattr(command, field.name) for field in dataclasses.fields(command)}
-    return kind(**values, stages=stages)
+    if isinstance(command, Train):
+        return StagedTrain(**values, stages=stages)
+    return StagedPlan(**values, stages=stages)
 
 
 def _refuse_options(

@@ -43,6 +43,8 @@ _SHARES: Final = {"one": 0.89, "two": 0.089 / 2, "skip": 0.0099}
 _ITERATIONS: Final = 5
 _ROUNDS: Final = 8
 _LEAST_COUNT: Final = 1.0
+_LEAST_WEIGHT: Final = 1e-3
+"""Of a word that stands in every sentence: not 0, or a sentence of such words alone would be no vector."""
 _SAMPLED_ROWS: Final = 200
 _DEVIATIONS: Final = 2.0
 
@@ -64,8 +66,8 @@ class Words:
         self.words: Integers = np.array([word for one in numbers for word in one], dtype=np.int64)
         self.starts: Integers = np.concatenate([[0], np.cumsum(lengths)])
         met = [word for one in numbers for word in set(one)]
-        sentences_with = np.bincount(met, minlength=len(vocabulary)) if met else np.zeros(0)
-        self.weights: Floats = np.log(len(sentences) / np.maximum(sentences_with, 1)) + 1e-3
+        sentences_with = _sums(np.array(met, dtype=np.int64), np.ones(len(met)), len(vocabulary))
+        self.weights: Floats = np.log(len(sentences) / np.maximum(sentences_with, 1)) + _LEAST_WEIGHT
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -95,7 +97,7 @@ class Table:
         counts = self.starts[words + 1] - self.starts[words]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         places = np.repeat(self.starts[words], counts) + within
-        return np.bincount(self.others[places], self.values[places], minlength=self.width)
+        return _sums(self.others[places], self.values[places], self.width)
 
 
 def model_one(source: Words, target: Words, pairs: Sequence[Pair]) -> Table:
@@ -122,11 +124,11 @@ def model_one(source: Words, target: Words, pairs: Sequence[Pair]) -> Table:
     chances, counts = np.ones(len(unique)), np.zeros(len(unique))
     for _ in range(_ITERATIONS):
         here = chances[which]
-        shares = here / np.bincount(places, here, minlength=offset)[places]
-        counts = np.bincount(which, shares, minlength=len(unique))
-        chances = counts / np.bincount(rows, counts, minlength=nothing + 1)[rows]
+        shares = here / _sums(places, here, offset)[places]
+        counts = _sums(which, shares, len(unique))
+        chances = counts / _sums(rows, counts, nothing + 1)[rows]
     kept = (counts >= _LEAST_COUNT) & (rows < nothing)
-    starts = np.searchsorted(rows[kept], np.arange(nothing + 1))
+    starts = np.searchsorted(rows[kept], np.arange(nothing + 1)).astype(np.int64)
     return Table(starts, columns[kept], chances[kept], width)
 
 
@@ -135,19 +137,20 @@ class ByLength:
 
     def __init__(self, source: Words, target: Words) -> None:
         self._source, self._target = np.diff(source.starts), np.diff(target.starts)
+        self._before = np.concatenate([[0], self._target[:-1]])
         self._ratio = len(target.words) / max(1, len(source.words))
 
     def row(self, i: int, low: int, high: int) -> tuple[Floats, Floats, Floats]:
-        own, theirs = self._source[i], self._target[low:high]
-        two = theirs + np.concatenate([self._target[low - 1 : low] if low else [0], theirs[:-1]])
-        before = self._source[i - 1] if i else 0
+        own, theirs = int(self._source[i]), self._target[low:high]
+        two = theirs + self._before[low:high]
+        before = int(self._source[i - 1]) if i else 0
         return (
             self._score(own, theirs, "one", 2),
             self._score(own, two, "two", 3),
             self._score(own + before, theirs, "two", 3),
         )
 
-    def _score(self, own: np.int64, theirs: Integers, move: str, sentences: int) -> Floats:
+    def _score(self, own: int, theirs: Integers, move: str, sentences: int) -> Floats:
         expected = self._ratio * own
         squares = (theirs - expected) ** 2 / np.maximum(expected + theirs, 1)
         found: Floats = np.log(_SHARES[move]) - sentences * np.log(_SHARES["skip"]) - squares / 2
@@ -239,7 +242,7 @@ def _transposed(table: Table, weights: Floats) -> Table:
     """A table by the words of the other side, its values times the squares of the weights of these."""
     words = np.repeat(np.arange(len(table.starts) - 1), np.diff(table.starts))
     order = np.argsort(table.others, kind="stable")
-    starts = np.searchsorted(table.others[order], np.arange(table.width + 1))
+    starts = np.searchsorted(table.others[order], np.arange(table.width + 1)).astype(np.int64)
     values = (table.values * weights[table.others] ** 2)[order]
     return Table(starts, words[order], values, len(table.starts) - 1)
 
@@ -247,7 +250,7 @@ def _transposed(table: Table, weights: Floats) -> Table:
 def _counted(text: Words) -> Iterator[Floats]:
     """Its sentences as weighted counts of words."""
     size = len(text.vocabulary)
-    return (np.bincount(text.of(i), minlength=size) * text.weights for i in range(len(text)))
+    return (_sums(words, text.weights[words], size) for words in map(text.of, range(len(text))))
 
 
 def _norms(vectors: Iterator[Floats]) -> tuple[Floats, Floats]:
@@ -262,4 +265,10 @@ def _norms(vectors: Iterator[Floats]) -> tuple[Floats, Floats]:
 
 
 def _ratio(products: Floats, lengths: Floats) -> Floats:
-    return np.divide(products, lengths, out=np.zeros(len(products)), where=lengths > 0)
+    found: Floats = np.divide(products, lengths, out=np.zeros(len(products)), where=lengths > 0)
+    return found
+
+
+def _sums(places: Integers, values: Floats, size: int) -> Floats:
+    """The sum of the values of each place."""
+    return np.asarray(np.bincount(places, values, minlength=size), dtype=np.float64)

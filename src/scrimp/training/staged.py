@@ -67,7 +67,7 @@ def train_stages(stages: StagedRun, *, resume: bool = False) -> RunSummary:
                 expected="one job",
                 do="start each stage by itself, with model.weights",
             )
-        begun = 0 if root is None else world.once("looking for stages", lambda: _begun(root, stages.count))
+        begun = world.once("looking for stages", lambda: _begun(stages.common.run.dir, stages.count))
         if resume and begun == 0:
             raise CheckpointError(
                 f"{root or 'a folder without a name'} holds no stage to go on with",
@@ -140,12 +140,14 @@ def _refuse_missing_sources(config: Config) -> None:
             open_source(name, config.data.text_column, conversations=reads_conversations(config))
 
 
-def _begun(root: Path, count: int) -> int:
+def _begun(root: Path | None, count: int) -> int:
     """How many stages have begun in a folder.
 
     Raises:
         CheckpointError, StorageError: it holds something else, or other stages.
     """
+    if root is None:
+        return 0
     if not root.is_dir():
         if root.exists() or root.is_symlink():
             raise StorageError(f"{root} is not a folder", do="choose another --run.dir")
@@ -181,14 +183,14 @@ def _train_in(root: Path, stages: StagedRun, begun: int) -> RunSummary:
                 continue
             print(f"stage {number} of {stages.count}: {folder}", file=sys.stderr)
             summary = train(config, resume=number == begun, given=given)
-        if summary.exit_code:
-            print(
-                f"stage {number} of {stages.count} was stopped: the same command goes on with it, and the stages after "
-                f"it, with --run.dir {root}",
-                file=sys.stderr,
-            )
-            return summary
-    assert summary is not None, "the last stage is always trained, or goes on"
+            if summary.exit_code:
+                print(
+                    f"stage {number} of {stages.count} was stopped: the same command goes on with it, and the stages "
+                    f"after it, with --run.dir {root}",
+                    file=sys.stderr,
+                )
+                return summary
+    assert summary is not None, "the last stage is trained, or goes on"
     return summary
 
 

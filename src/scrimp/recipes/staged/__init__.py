@@ -53,15 +53,16 @@ def findings(results: Results) -> list[str]:
 
 def domain_of(study: Study) -> str:
     """What the last stage reads, as losses call it."""
-    sources = mixed_sources(study.named(STAGED).settings["data.mix"])
+    variants = {one.name: one for one in study.variants}
+    sources = mixed_sources(variants[STAGED].settings["data.mix"])
     labels = labels_of([one.name for one in sources])
     return next(label for one, label in zip(sources, labels, strict=True) if one.share)
 
 
 def stages_of(study: Study) -> list[str]:
     """The variants that the last stage goes on from, and itself."""
-    found = [STAGED]
-    while needed := study.named(found[-1]).needs:
+    found, variants = [STAGED], {one.name: one for one in study.variants}
+    while needed := variants[found[-1]].needs:
         found.append(needed[0])
     return found
 
