@@ -39,7 +39,7 @@ def best_of_all(scorer: Given, sources: int, targets: int) -> float:
     def best(i: int, j: int) -> float:
         if i == j == 0:
             return 0.0
-        found = [best(i - 1, j)] * (i > 0) + [best(i, j - 1)] * (j > 0)
+        found = [best(i - own, j - theirs) for own, theirs in ((1, 0), (0, 1)) if i >= own and j >= theirs]
         for own, theirs in ((1, 1), (1, 2), (2, 1)):
             if i >= own and j >= theirs:
                 found.append(best(i - own, j - theirs) + scorer.of(Pair(i - own, own, j - theirs, theirs)))

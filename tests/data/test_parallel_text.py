@@ -20,13 +20,11 @@ def documents(folder: Path, count: int = 300) -> tuple[Path, Path, set[tuple[str
     one, other = folder / "english.txt", folder / "cipher.txt"
     one.write_text("\n".join(text.source), encoding="utf-8")
     other.write_text("\n".join(text.target), encoding="utf-8")
-    right = {
-        (
-            " ".join(sentences_in("\n".join(text.source[pair.source : pair.source + pair.sources]))),
-            " ".join(text.target[pair.target : pair.target + pair.targets]),
-        )
-        for pair in text.pairs
-    }
+    right = set[tuple[str, str]]()
+    for pair in text.pairs:  # what is merged is two sentences again where it is read
+        own = "\n".join(text.source[pair.source : pair.source + pair.sources])
+        theirs = "\n".join(text.target[pair.target : pair.target + pair.targets])
+        right |= set(zip(sentences_in(own), sentences_in(theirs), strict=True))
     return one, other, right
 
 
