@@ -55,6 +55,7 @@ PUBLIC = {
     "prepare": "SRC OUT --text-column --conversations --chat-template --tokenizer --bpe-vocab-size --held-out "
     "--workers",
     "demonstrate": "SRC OUT --bank --count --by --tasks --model --device --seed --trust-code",
+    "align": "SOURCE TARGET OUT",
     "verify": "PATH",
     "eval": "TARGET --data --tasks --checkpoints --beside --text-column --conversations --sequence --device "
     "--trust-code",

@@ -36,14 +36,14 @@ def refusal(file: Path) -> str:
 
 def test_no_file_means_the_defaults() -> None:
     assert load_config(None) == Config()
-    assert read_config(None) == (Config(), frozenset())
+    assert read_config(None) == (Config(), frozenset(), ())
 
 
 def test_values_of_a_file_replace_defaults_and_the_rest_stays(write) -> None:
     file = write(
         'device = "cuda:1"\n[run]\ndir = "runs/a"\n[train]\nsteps = 7\nlr = 1\nmaster_weights = true\n'
     )
-    config, given = read_config(file)
+    config, given, _ = read_config(file)
     expected = replace_values(
         Config(),
         {
@@ -61,7 +61,7 @@ def test_values_of_a_file_replace_defaults_and_the_rest_stays(write) -> None:
 
 def test_a_setting_given_with_its_default_value_counts_as_given(write) -> None:
     default = Config().train.steps
-    assert read_config(write(f"[train]\nsteps = {default}\n")) == (Config(), frozenset({"train.steps"}))
+    assert read_config(write(f"[train]\nsteps = {default}\n")) == (Config(), frozenset({"train.steps"}), ())
 
 
 def test_home_folder_is_expanded(write, monkeypatch, tmp_path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scrimp.config import Config, check_values, leaves, read_config, replace_values
+from scrimp.config import Config, check_values, leaves, read_config, replace_values, with_command_line
 from scrimp.config.read_toml import convert, unknown_key
 from scrimp.errors import ConfigError
 from scrimp.launchers import place_of
@@ -35,28 +35,32 @@ def train(
         print(run.eval_loss, run.report)
 
     Args:
-        file: TOML file with settings; None: the defaults.
+        file: TOML file with settings, or with stages of them; None: the defaults.
         settings: dotted key to value, over the file's: ``{"optimizer.lr": 1e-3}``.
         resume: go on from the newest good checkpoint of ``run.dir``.
         trust_code: run the code that settings name as FILE.py:NAME.
 
     Returns:
-        Where the run's folder is, its last step and held-out loss, and its report.
+        Where the run's folder is, its last step and held-out loss, and its report; of stages those of the last one.
 
     Raises:
         ScrimpError: bad input (nothing was started), ranks without a process group, or a run that failed.
     """
     from scrimp import user_code
     from scrimp.training import train as train_by
+    from scrimp.training import train_stages
 
     _refuse_copies()
 
-    config, in_file = read_config(None if file is None else Path(file))
+    config, in_file, stages = read_config(None if file is None else Path(file))
     values = _checked({} if settings is None else settings)
-    config = replace_values(config, values)
-    check_values(config)
+    config, given = replace_values(config, values), in_file | values.keys()
     with user_code.trusting(trust_code):
-        return train_by(config, resume=resume, given=in_file | values.keys())
+        if stages:
+            staged = with_command_line(config, given, stages, frozenset(values))
+            return train_stages(staged, resume=resume)
+        check_values(config)
+        return train_by(config, resume=resume, given=given)
 
 
 def _refuse_copies() -> None:

@@ -17,6 +17,7 @@ from scrimp import user_code
 from scrimp.cli.advice import in_words_of
 from scrimp.cli.commands import COMMANDS, Command, Launch, Plan, Train
 from scrimp.cli.parse import expand_paths, flags_of, given_keys, option, parse, refuse_empty_paths
+from scrimp.cli.staged import in_stages
 from scrimp.config import (
     Config,
     check_values,
@@ -26,8 +27,10 @@ from scrimp.config import (
     nearest_word,
     read_config,
     replace_values,
+    with_command_line,
 )
 from scrimp.config.elsewhere import answer_for
+from scrimp.config.stages import Settings
 from scrimp.errors import ConfigError, ScrimpError, typed
 from scrimp.recipes import file_of, is_recipe
 
@@ -100,21 +103,24 @@ def _build_configured(
         if len(quiet) == len(words):
             raise
         command = kind()  # a mistake beside --help: the help answers it
-    in_file = frozenset[str]()
+    in_file, stages = frozenset[str](), tuple[Settings, ...]()
     if command.file is not None or len(quiet) < len(words):
         file = command.file
         if file is not None and is_recipe(str(file)):
             file = file_of(str(file), "train")
         elif file is not None:
             _check_is_file(str(file), words, prog)
-        from_file, in_file = read_config(file)
+        from_file, in_file, stages = read_config(file)
         command = parse(kind, words, prog=prog, default=kind(config=from_file))
     given = given_keys(words, leaves(Config))
     values = flatten(command.config)
     expanded = expand_paths({key: values[key] for key in given})
     config = replace_values(command.config, expanded)
+    command = dataclasses.replace(command, config=config)
+    if stages:  # whose values are checked together with these
+        return in_stages(command, with_command_line(config, in_file | given, stages, given)), in_file | given
     check_values(config)
-    return dataclasses.replace(command, config=config), in_file | given
+    return command, in_file | given
 
 
 def _check_is_file(file: str, words: Sequence[str], prog: str) -> None:

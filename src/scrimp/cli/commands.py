@@ -39,7 +39,8 @@ class Train:
     """Train a model as the configuration says: defaults, then FILE, then the options given here."""
 
     file: Positional[Path | None] = None
-    """TOML file with the same settings as the options below, or recipe:NAME. Without one: the defaults."""
+    """TOML file with the same settings as the options below, or recipe:NAME. Without one: the defaults. With
+    [[stages]] of settings in it, runs one after another, each from the weights of the one before."""
     resume: FlagCreatePairsOff[bool] = False
     """Go on from the newest checkpoint in run.dir that is whole and finite."""
     resume_from: int | None = None
@@ -239,6 +240,30 @@ class Demonstrate:
 
 
 @dataclass(frozen=True)
+class Align:
+    """Find which sentences of two documents, one a translation of the other, belong together: by the two alone."""
+
+    source: Positional[Path]
+    """Text in one language, in UTF-8."""
+    target: Positional[Path]
+    """The same in the other one."""
+    out: Positional[Path]
+    """New JSONL file of pairs: source, target, score from 0 to 1, and text, which data.source reads."""
+
+    def execute(self, given: frozenset[str]) -> int:
+        from scrimp.data.parallel_text import mine, refuse_taken, write_pairs
+
+        refuse_taken(self.out)
+        mined = mine(self.source, self.target)
+        write_pairs(mined, self.out)
+        print(
+            f"{self.out}: {len(mined.kept):,} pairs of {len(mined.source):,} and {len(mined.target):,} sentences; "
+            f"{mined.found - len(mined.kept):,} more were left out for their lengths or their language"
+        )
+        return 0
+
+
+@dataclass(frozen=True)
 class Verify:
     """Check all of a corpus, a run, a checkpoint or an exported model, and name the newest sound checkpoint."""
 
@@ -433,6 +458,7 @@ COMMANDS: dict[str, type[Command]] = {
     "plan": Plan,
     "prepare": Prepare,
     "demonstrate": Demonstrate,
+    "align": Align,
     "verify": Verify,
     "eval": Evaluate,
     "generate": Generate,

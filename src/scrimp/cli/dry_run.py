@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scrimp.cli.show import plain_console
-from scrimp.config import Config, MemoryConfig, flatten
+from scrimp.config import Config, MemoryConfig, StagedRun, flatten
 from scrimp.config.mixture import shares_text
 from scrimp.config.pipeline import pipeline_of
 from scrimp.errors import ConfigError, StorageError
@@ -26,7 +26,9 @@ from scrimp.training.precision.preview import Preview, preview
 from scrimp.training.precision.reachable import shares_of
 from scrimp.training.rank_order import order_advice
 from scrimp.training.setup import Decisions, decide
+from scrimp.training.staged import decided_stages
 from scrimp.training.start import anchored
+from scrimp.world import World
 
 
 def dry_run(
@@ -58,6 +60,21 @@ def dry_run(
             do="give --precision snip --model.weights RUN",
         )
     decisions, no_room = _decided(anchored(config))
+    _show(decisions)
+    if no_room is not None:
+        raise no_room
+    decisions.refuse_misfit()
+
+
+def dry_run_of_stages(stages: StagedRun) -> None:
+    """Print the same of each stage; the first that cannot be is refused."""
+    console = plain_console()
+    for number, decisions in enumerate(decided_stages(stages, World.current(), plans_ahead=True), start=1):
+        console.print(f"stage {number} of {stages.count}")
+        _show(decisions)
+
+
+def _show(decisions: Decisions) -> None:
     console = plain_console()
     console.print(_run_table(decisions))
     if decisions.config.is_planned:
@@ -68,9 +85,6 @@ def dry_run(
         values = flatten(decisions.config)
         choices = [(key, f"{values[key]}  ({reason})") for key, reason in sorted(decisions.reasons.items())]
         console.print(key_value_table(choices, title="decided by Scrimp"))
-    if no_room is not None:
-        raise no_room
-    decisions.refuse_misfit()
 
 
 def _decided(config: Config) -> tuple[Decisions, NoRoomError | None]:

@@ -1,6 +1,6 @@
 """Settings of a run: typed, loaded strictly, checked, and resolved with reasons.
 
-The way of a configuration: `read_config` (file), the command line's overrides, `check_values`,
+The way of a configuration: `read_config` (file, and its stages), the command line's overrides, `check_values`,
 `base_architecture`, `resolve`, and `to_toml` into the run folder. Nothing here imports torch.
 """
 
@@ -9,7 +9,7 @@ from scrimp.config.fields import flatten, leaves, nearest_key, nearest_word, rep
 from scrimp.config.layout import for_ranks, ranks_of
 from scrimp.config.model_section import base_architecture
 from scrimp.config.presets import OWN_PRESETS, PRESETS, preset
-from scrimp.config.read_toml import load_config, parse_config, read_config, settings_in
+from scrimp.config.read_toml import load_config, parse_config, settings_in
 from scrimp.config.resolve import (
     Resolution,
     resolve,
@@ -36,6 +36,7 @@ from scrimp.config.schema import (
     SnipConfig,
     TrainConfig,
 )
+from scrimp.config.stages import StagedRun, folder_of, read_config, stage_in, with_command_line
 from scrimp.config.values import (
     RANGES,
     Range,
@@ -74,6 +75,7 @@ __all__ = [
     "Sampling",
     "ScheduleConfig",
     "SnipConfig",
+    "StagedRun",
     "TrainConfig",
     "base_architecture",
     "check_device",
@@ -83,6 +85,7 @@ __all__ = [
     "decided_anew",
     "differences",
     "flatten",
+    "folder_of",
     "for_ranks",
     "leaves",
     "load_config",
@@ -99,6 +102,8 @@ __all__ = [
     "replace_values",
     "resolve",
     "settings_in",
+    "stage_in",
     "to_toml",
+    "with_command_line",
     "with_later_choices",
 ]

@@ -41,16 +41,15 @@ _TOML_NAMES = {dict: "a table", list: "a list", str: "text", bool: "true or fals
 
 
 def load_config(file: Path | None) -> Config:
-    """The configuration in a TOML file; the defaults for None."""
-    return read_config(file)[0]
-
-
-def read_config(file: Path | None) -> tuple[Config, frozenset[str]]:
-    """The configuration in a TOML file, and the dotted keys that the file sets."""
+    """The configuration in a TOML file of one run; the defaults for None."""
     if file is None:
-        return Config(), frozenset()
-    values = parse_config(_read_text(file), where=str(file))
-    return replace_values(Config(), values), frozenset(values)
+        return Config()
+    return replace_values(Config(), parse_config(_read_text(file), where=str(file)))
+
+
+def read_table(file: Path) -> dict[str, Any]:
+    """The content of a TOML file, as it stands there."""
+    return _parsed(_read_text(file), str(file))
 
 
 def parse_config(text: str, *, where: str = "configuration") -> dict[str, Any]:
@@ -59,8 +58,12 @@ def parse_config(text: str, *, where: str = "configuration") -> dict[str, Any]:
     Args:
         where: name of the text in messages, usually the file.
     """
+    return settings_in(_parsed(text, where), where)
+
+
+def _parsed(text: str, where: str) -> dict[str, Any]:
     try:
-        table = tomllib.loads(text)
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         # tomllib raises plain ValueErrors too (an integer of 5,000 digits), and recurses into nested lists.
         raise ConfigError(
@@ -69,7 +72,6 @@ def parse_config(text: str, *, where: str = "configuration") -> dict[str, Any]:
             expected='lines such as `steps = 500` under [train], with text in quotes: source = "corpus.txt"',
             do="correct that line; to train on a text file write `scrimp train --data.source FILE`",
         ) from None
-    return settings_in(table, where)
 
 
 def settings_in(table: dict[str, Any], where: str) -> dict[str, Any]:

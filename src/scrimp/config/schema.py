@@ -55,7 +55,7 @@ class DataConfig:
     """Text in, token sequences out."""
 
     source: str = "stdlib"
-    """stdlib, or a package of it, as stdlib:email; copy or label-maps:KIND, tasks; of conversations stdlib-docstrings or
+    """stdlib, or a package of it, as stdlib:email; copy or label-maps:KIND, tasks; conversations stdlib-docstrings or
     stdlib-signatures; a text, JSONL or Parquet file (also .gz, .zst); a folder of them; a folder of token shards; a
     saved datasets folder; or hf:OWNER/NAME for the Hugging Face hub."""
     mix: str | None = None

@@ -66,7 +66,7 @@ def decide_tokenizer(config: Config, architecture: Architecture) -> tuple[Config
     """
     data, owner = config.data, _owner_of_tokenizer(config)
     reasons = {"data.source": "not read: data.mix stands in its place"} if data.mixed else {}
-    shards = _shards_of(data)
+    shards = shards_of(data)
     if data.mixed and shards is not None:
         data, found = _tokenizer_of_mixed_shards(data)
         reasons |= found
@@ -132,7 +132,7 @@ def _tokenizer_of_mixed_shards(data: DataConfig) -> tuple[DataConfig, dict[str, 
     return replace(data, tokenizer=chosen), reasons
 
 
-def _shards_of(data: DataConfig) -> Path | None:
+def shards_of(data: DataConfig) -> Path | None:
     """The folder of ready shards, the first of a mixture, which bring their tokenizer along."""
     return next((folder for folder in map(shards_at, data.sources) if folder is not None), None)
 
@@ -250,14 +250,14 @@ def trains_tokenizer(config: Config) -> bool:
     """Whether the tokenizer is still to be trained, and may come out smaller than it may get."""
     data = config.data
     is_bpe = data.tokenizer == "bpe" or (data.tokenizer == "auto" and _owner_of_tokenizer(config) is None)
-    return is_bpe and _shards_of(data) is None
+    return is_bpe and shards_of(data) is None
 
 
 def expected_vocabulary(config: Config, architecture: Architecture) -> int:
     """Entries of the tokenizer that a run will have, before its corpus is prepared: of one that is still to be trained,
     as many as it may get, and where the model's rows are fixed no more than these."""
     data = config.data
-    shards = _shards_of(data)
+    shards = shards_of(data)
     if shards is not None:
         return load_tokenizer(shards / TOKENIZER).vocab_size
     if data.tokenizer != "bpe":

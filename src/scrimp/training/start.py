@@ -111,7 +111,7 @@ def fresh_start(config: Config, world: World = ALONE, given: Collection[str] = f
         world: the ranks of the run.
         given: dotted keys that the user wrote.
     """
-    decisions = _decided_before_data(anchored(config), world, given)
+    decisions = decided_before_data(anchored(config), world, given)
     decisions.backends()
     if decisions.config.model.weights is not None:
         refuse_unusable_weights(decisions.config.model.weights)
@@ -158,7 +158,7 @@ def _source(config: Config, world: World) -> Checkpoint | None:
     )
 
 
-def _decided_before_data(config: Config, world: World, given: Collection[str]) -> Decisions:
+def decided_before_data(config: Config, world: World, given: Collection[str]) -> Decisions:
     """A run that may fit, before time is spent on a corpus.
 
     One that is too large with all the entries that its tokenizer may get is refused here only if it is with the fewest
@@ -227,6 +227,7 @@ def resumed_start(
     config = anchored(dataclasses.replace(config, run=dataclasses.replace(config.run, dir=run_dir)))
     config = _with_own_tokenizer(config, run_dir)
     base = _base(config, state.base if state else None, world)
+    source = _source(config, world) if checkpoint is None else None
     decisions = decide(config, architecture=state.architecture if state else None, world=world)
     if state is not None and config.is_planned:
         read_saved_cycle(state.precision)  # refused before anything is changed
@@ -243,6 +244,7 @@ def resumed_start(
         corpus,
         checkpoint,
         record,
+        source,
         written=written,
         base=base,
         given=frozenset(given),

@@ -280,16 +280,29 @@ def refuse_other_states(config: Config) -> None:
             expected="the folder of a run, or one of its checkpoints, as model.weights",
             do="give one, or leave optimizer.from_weights out",
         )
-    now, then = flatten(config), flatten(saved_config(folder))
+    refuse_states_of_others(config, saved_config(folder), f"the optimizer's states of {folder}")
+    checkpoint_of(folder).refuse_not_finite(OPTIMIZER_PREFIX, do="name an older checkpoint of the run")
+
+
+def refuse_states_of_others(config: Config, before: Config, whose: str) -> None:
+    """Refuse the states of a run whose settings say that it kept others than this one does.
+
+    Args:
+        config, before: resolved settings of this run, and of the one before.
+        whose: the states, as a sentence begins with them.
+
+    Raises:
+        ConfigError: naming those settings.
+    """
+    now, then = flatten(config), flatten(before)
     others = [f"{key} = {now[key]} (the run has {then[key]})" for key in _OF_STATES if now[key] != then[key]]
     if others:
         raise ConfigError(
-            f"the optimizer's states of {folder} are not those that this run keeps",
+            f"{whose} are not those that this run keeps",
             got="; ".join(others),
             expected="the run's own values",
-            do="give those, or leave optimizer.from_weights out",
+            do="give those, or begin with empty ones: optimizer.from_weights = false",
         )
-    checkpoint_of(folder).refuse_not_finite(OPTIMIZER_PREFIX, do="name an older checkpoint of the run")
 
 
 def fill_from_huggingface(model: Model, folder: Path) -> None:
