@@ -74,8 +74,9 @@ def test_an_architecture_is_written_and_read_with_its_adapter() -> None:
 REFUSED: dict[str, dict[str, Any]] = {
     "adapters need a base model": {"model.weights": None},
     "adapter.alpha, adapter.targets and adapter.base are": {"adapter.rank": 0, "adapter.base": "nvfp4"},
-    "layout.fsdp 2 with adapter.base": {"layout.fsdp": 2, "adapter.base": "nvfp4"},
-    "train.compile on with adapter.base": {"train.compile": "on", "adapter.base": "nvfp4"},
+    "are not shared among ranks yet": {"layout.fsdp": 2, "adapter.base": "nvfp4"},
+    "are not compiled yet": {"train.compile": "on", "adapter.base": "nvfp4"},
+    "adapter.base stores nothing": {"adapter.base": "bf16,*.down=bf16"},
     "adapter.rank is out of range": {"adapter.rank": -1},
     "adapter.alpha is out of range": {"adapter.alpha": 0.0},
     "adapter.targets is empty": {"adapter.targets": " "},

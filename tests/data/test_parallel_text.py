@@ -12,6 +12,7 @@ from scrimp.cli import main
 from scrimp.data.find_source import open_source
 from scrimp.data.parallel_text import Profile, mine, read_sentences, sentences_in
 from scrimp.data.streams import Meter
+from scrimp.errors import DataError
 
 
 def documents(folder: Path, count: int = 300) -> tuple[Path, Path, set[tuple[str, str]]]:
@@ -102,3 +103,23 @@ def test_documents_that_cannot_be_are_refused_by_name(
 def test_a_byte_order_mark_is_no_part_of_the_first_sentence(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfHello there.")
     assert read_sentences(tmp_path / "a.txt") == ["Hello there."]
+
+
+def test_sentences_that_are_merged_are_kept_as_one_side_of_a_pair(tmp_path: Path) -> None:
+    """Two sentences of one language beside one of the other, whose marks would end it are gone."""
+    text = ciphered(english(300), 3)
+    one, other = tmp_path / "one.txt", tmp_path / "other.txt"
+    one.write_text("\n".join(text.source), encoding="utf-8")
+    merged = [line.replace(". ", ", ") for line in text.target]
+    other.write_text("\n".join(merged), encoding="utf-8")
+    kept = mine(one, other).kept
+    doubles = [source for source, _, _ in kept if len(sentences_in(source)) > 1]
+    assert len(doubles) >= 3
+    assert len(kept) >= 200
+
+
+def test_a_document_of_one_endless_sentence_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("word " * 1001, encoding="utf-8")
+    with pytest.raises(DataError, match="has a sentence that is none"):
+        read_sentences(path)

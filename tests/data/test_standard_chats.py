@@ -13,7 +13,7 @@ from scrimp.data import ChatTemplate, load_tokenizer
 from scrimp.data.conversations import messages_of
 from scrimp.data.corpus_text import CorpusSpec
 from scrimp.data.find_source import open_source
-from scrimp.data.prepare import chat_tokenizer
+from scrimp.data.prepare import chat_tokenizer, open_text_source
 from scrimp.data.standard_chats import TEMPLATE
 from scrimp.data.streams import Meter
 from scrimp.errors import DataError
@@ -46,16 +46,17 @@ def test_the_two_kinds_are_other_data() -> None:
 
 
 def test_a_tokenizer_without_a_template_gets_one_for_these_alone() -> None:
-    tokenizer = load_tokenizer("bytes")
     spec = CorpusSpec(source=DOCSTRINGS, conversations=True, tokenizer="bytes")
-    template = ChatTemplate(chat_tokenizer(spec, tokenizer))
+    _, given = open_text_source(spec)
+    assert given is not None
+    template = ChatTemplate(given)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     found = template.encode(messages, "here")
     assert template.tokenizer.decode(found.tokens.tolist()) == "user: Hi\nassistant: Hello\n"
     assert template.tokenizer.decode(found.tokens[found.answers].tolist()) == "Hello"
     assert set(found.tokens[found.answers].tolist()[-1:]) == template.end_ids
-    own = tokenizer.with_chat_template(TEMPLATE.replace("user", "human") + "!")
-    assert chat_tokenizer(spec, own).chat_template == own.chat_template
+    own = load_tokenizer("bytes").with_chat_template(TEMPLATE.replace("user", "human") + "!")
+    assert chat_tokenizer(spec, own, TEMPLATE).chat_template == own.chat_template
 
 
 def test_it_is_no_text_and_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

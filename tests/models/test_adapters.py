@@ -16,6 +16,7 @@ from scrimp.config import Adapter, Architecture, preset
 from scrimp.config.activations import LEVELS, Activations
 from scrimp.errors import ConfigError
 from scrimp.models import HEAD, spec_of
+from scrimp.models.adapter_checks import check_adapter
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
 from scrimp.planner import count_flops
@@ -144,13 +145,13 @@ def test_which_products_run() -> None:
 )
 def test_layers_that_cannot_have_adapters_are_refused(name: str, targets: str, message: str) -> None:
     with pytest.raises(ConfigError, match=r"adapter.targets") as refused:
-        spec_of(with_adapters(preset(name), targets)).check_adapter()
+        check_adapter(spec_of(with_adapters(preset(name), targets)))
     assert message in str(refused.value)
 
 
 def test_attention_beside_experts_may_have_adapters() -> None:
     architecture = with_adapters(preset("mixtral-8m"), "attention.qkv,attention.out")
-    spec_of(architecture).check_adapter()
+    check_adapter(spec_of(architecture))
     model = adapted_model(dataclasses.replace(architecture, num_layers=2, vocab_size=64))
     next_token_loss(model, TOKENS, TARGETS).total.backward()
     assert all(one.grad is not None for one in model.trained().values())
@@ -159,17 +160,17 @@ def test_attention_beside_experts_may_have_adapters() -> None:
 def test_adapters_beside_layers_of_low_rank_are_refused() -> None:
     architecture = dataclasses.replace(with_adapters(LLAMA), rank=4)
     with pytest.raises(ConfigError, match="beside layers of low rank"):
-        spec_of(architecture).check_adapter()
+        check_adapter(spec_of(architecture))
 
 
 def test_a_rank_above_a_side_of_a_layer_is_refused() -> None:
     adapter = dataclasses.replace(ADAPTER, rank=LLAMA.width + 1)
     with pytest.raises(ConfigError, match="larger than a layer"):
-        spec_of(dataclasses.replace(LLAMA, adapter=adapter)).check_adapter()
+        check_adapter(spec_of(dataclasses.replace(LLAMA, adapter=adapter)))
 
 
 def test_adapters_of_a_kind_of_ones_own_are_refused() -> None:
     own = type("Own", (type(spec_of(LLAMA)),), {})
     architecture = dataclasses.replace(with_adapters(LLAMA), family="own.py:Own")
     with pytest.raises(ConfigError, match="of your own"):
-        own(architecture).check_adapter()
+        check_adapter(own(architecture))

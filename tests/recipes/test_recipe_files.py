@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
 from scrimp.cli import main
 from scrimp.cli.build import build
+from scrimp.cli.ranks import papers_of
 from scrimp.errors import ConfigError
 from scrimp.recipes import file_of, recipes
 from scrimp.study.definition import load_study
@@ -31,3 +33,14 @@ def test_a_recipe_that_is_not_there_is_refused_with_the_nearest(
     with pytest.raises(ConfigError, match="no recipe"):
         file_of("recipe:", "train")
     assert not list(tmp_path.iterdir())
+
+
+def test_ranks_agree_on_the_file_of_a_recipe() -> None:
+    """`scrimp launch ... train recipe:NAME`: what ranks compare is the recipe's file."""
+    words = ["recipe:data-limited"]
+    command, _ = build("train", words)
+    papers = papers_of(command, ["train", *words])
+    assert (
+        papers["the settings file"]
+        == hashlib.sha256(file_of(words[0], "train").read_bytes()).hexdigest()[:12]
+    )

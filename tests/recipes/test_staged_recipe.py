@@ -74,8 +74,8 @@ def test_gains_are_those_of_the_seeds_that_both_have(study: Study) -> None:
     assert lines[0] == (
         "held-out loss of stdlib:http: stage-1 4.000, staged 3.100, in-domain 5.300, mixed 3.000."
     )
-    assert lines[1] == "staged is 0.350 below in-domain (0.200 to 0.500 below), better in 2 of 2 seeds."
-    assert lines[2] == "staged is 0.100 above mixed (-0.100 to -0.100 below), better in 0 of 2 seeds."
+    assert lines[1] == "staged less in-domain: -0.350 (-0.500 to -0.200), better in 2 of 2 seeds."
+    assert lines[2] == "staged less mixed: +0.100 (+0.100 to +0.100), better in 0 of 2 seeds."
     assert len(lines) == 3
 
 

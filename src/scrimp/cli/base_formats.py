@@ -33,6 +33,12 @@ def choose_base(options: ChooseBase) -> None:
             "--formats names what stores no weights", got=", ".join(unknown), expected=", ".join(STORABLE)
         )
     target = open_target(options.target)
+    if target.architecture.rank is not None:
+        raise ConfigError(
+            "a base of low rank has no adapters yet, beside which it would be stored",
+            got=f"model.rank {target.architecture.rank}",
+            do="export it, which multiplies its factors out, and name that folder",
+        )
     tokens = _tokens(target, options)
     model = _loaded(target, options.device)
     shapes = {name: (len(one), one.shape[1]) for name, one in storable(model).items()}

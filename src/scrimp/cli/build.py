@@ -32,7 +32,7 @@ from scrimp.config import (
 from scrimp.config.elsewhere import answer_for
 from scrimp.config.stages import Settings
 from scrimp.errors import ConfigError, ScrimpError, typed
-from scrimp.recipes import file_of, is_recipe
+from scrimp.recipes import is_recipe, settings_file
 
 
 def build(name: str, words: Sequence[str]) -> tuple[Command, frozenset[str]]:
@@ -106,10 +106,10 @@ def _build_configured(
     in_file, stages = frozenset[str](), tuple[Settings, ...]()
     if command.file is not None or len(quiet) < len(words):
         file = command.file
-        if file is not None and is_recipe(str(file)):
-            file = file_of(str(file), "train")
-        elif file is not None:
-            _check_is_file(str(file), words, prog)
+        if file is not None:
+            if not is_recipe(str(file)):
+                _check_is_file(str(file), words, prog)
+            file = settings_file(file)
         from_file, in_file, stages = read_config(file)
         command = parse(kind, words, prog=prog, default=kind(config=from_file))
     given = given_keys(words, leaves(Config))

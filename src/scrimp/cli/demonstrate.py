@@ -47,12 +47,18 @@ def refuse_options_of_others(command: Demonstrate, given: frozenset[str]) -> Non
                 expected=f"--by {kinds[0]}",
                 do="leave it out",
             )
+    if command.by == "none" and (useless := given & {"count", "bank", "tasks"}):
+        raise ConfigError(
+            f"--{min(useless)} has no effect with --by none, which chooses no examples", do="leave it out"
+        )
     if command.out.suffix != ".jsonl":
         raise ConfigError("conversations are written as JSONL", got=command.out, expected="NAME.jsonl")
-    if command.out.exists():
+    if command.out.exists() or command.out.is_symlink():
         raise StorageError(
             f"{command.out} exists already", do="choose another name, or remove the file or folder"
         )
+    if not command.out.parent.is_dir():
+        raise StorageError(f"there is no folder {command.out.parent}", do="make it first")
 
 
 def demonstrate(command: Demonstrate) -> int:

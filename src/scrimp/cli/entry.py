@@ -48,10 +48,12 @@ Scrimp trains language models with the bits, bytes and devices you have.
   plan [FILE.toml]              what that run would take; starts nothing
   prepare SRC OUT               text to token shards
   demonstrate SRC OUT           labelled examples with the nearest ones of a bank before each, to train on
+  align SOURCE TARGET OUT       pairs of sentences of two documents that are translations of one another
   verify PATH                   check all of a corpus, run, checkpoint or exported model
   eval TARGET --data FILE       loss and bits per byte of a run or model folder; --tasks NAME: small tasks
   generate TARGET --prompt TEXT continue a text
   chat TARGET                   talk to a model that has a chat template
+  choose-base BASE --data FILE  formats for the frozen weights beside adapters, under a budget of bytes
   export RUN OUT                a run as a Hugging Face folder
   export-precision SOURCE OUT   a plan of formats for torchao or Transformer Engine
   export-layout SOURCE OUT      a plan of a layout for TorchTitan or Megatron-Bridge

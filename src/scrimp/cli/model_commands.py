@@ -143,7 +143,8 @@ class ChooseBase:
     data: str
     """Text like that which the model will read: a file, or any source that `scrimp prepare` takes."""
     budget: float
-    """Most bytes of the blocks' linear layers, as a share of theirs in bf16: 4 bits take 0.25, 8 bits 0.5."""
+    """Most bytes of the blocks' linear layers but experts and routers, as a share of theirs in bf16: 4 bits take 0.25,
+    8 bits 0.5."""
     formats: str = "nvfp4,fp8"
     """Recipes to choose from, beside bf16."""
     tokens: int = 4096

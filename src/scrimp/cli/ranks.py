@@ -37,6 +37,7 @@ from scrimp.errors import ConfigError, ScrimpError
 from scrimp.files import storage_error
 from scrimp.health import record
 from scrimp.launchers import GRACE, GRACE_S, LAUNCH, RANK_ORDER, WHY_AGAIN, Place, order_of, seconds_in
+from scrimp.recipes import settings_file
 from scrimp.world import World
 
 TAKING_PART = ("train", "doctor --ranks")
@@ -209,7 +210,8 @@ def papers_of(command: Command, words: Sequence[str]) -> dict[str, str]:
     }
     if isinstance(command, Train):
         if command.file is not None:
-            papers["the settings file"] = hashlib.sha256(command.file.read_bytes()).hexdigest()[:12]
+            file = settings_file(command.file)
+            papers["the settings file"] = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
         if command.plan is not None:
             papers["the plan"] = hashlib.sha256(command.plan.read_bytes()).hexdigest()[:12]
         for key, digest in user_code.digests(flatten(command.config)).items():

@@ -22,6 +22,7 @@ from scrimp.config.layout import ON_DEVICE, degrees_in_model
 from scrimp.config.optimizers import facts_of
 from scrimp.config.schema import AdapterConfig, Config
 from scrimp.errors import ConfigError
+from scrimp.precision.stored import AS_IT_IS, parse_stored
 
 
 def adapter_of(config: Config) -> Adapter | None:
@@ -45,10 +46,13 @@ def check_adapter(config: Config) -> None:
     settings = config.adapter
     if settings.rank == 0:
         if settings != AdapterConfig():
-            given = {one.name: getattr(settings, one.name) for one in dataclasses.fields(settings)}
+            fields = (
+                (one.name, getattr(settings, one.name), one.default) for one in dataclasses.fields(settings)
+            )
+            given = [f"adapter.{name} {value}" for name, value, default in fields if value != default]
             raise ConfigError(
                 "adapter.alpha, adapter.targets and adapter.base are of adapters, and there are none",
-                got=", ".join(f"adapter.{name} {value}" for name, value in given.items()),
+                got=", ".join([*given, "adapter.rank 0"]),
                 do="set adapter.rank, or leave them out",
             )
         return
@@ -58,11 +62,33 @@ def check_adapter(config: Config) -> None:
             got=f"adapter.rank {settings.rank} without model.weights",
             do="name a Hugging Face folder or a run with --model.weights, or leave adapter.rank out",
         )
+    _check_base(config)
     for key, value in _beside(config):
         raise ConfigError(
             f"{key} {value} is not carried out beside adapters yet",
             got=f"adapter.rank {settings.rank}",
             do=f"change {key}, or leave adapter.rank out",
+        )
+
+
+def _check_base(config: Config) -> None:
+    """Refuse what stored weights do not go with."""
+    if config.adapter.base is None:
+        return
+    if all(rule.formats == AS_IT_IS for rule in parse_stored(config.adapter.base)):
+        raise ConfigError("adapter.base stores nothing", got=config.adapter.base, do="leave adapter.base out")
+    fsdp = config.layout.fsdp or 1
+    if fsdp > 1:
+        raise ConfigError(
+            "weights that adapter.base stores are not shared among ranks yet",
+            got=f"layout.fsdp {fsdp}",
+            do=f"set --layout.dp {fsdp} --layout.fsdp 1, copies of them, or leave adapter.base out",
+        )
+    if config.train.compile == "on":
+        raise ConfigError(
+            "weights that adapter.base stores are not compiled yet",
+            got="train.compile on",
+            do="leave train.compile out, or adapter.base",
         )
 
 
@@ -82,8 +108,4 @@ def _beside(config: Config) -> list[tuple[str, str]]:
         for key in ("weights", "gradients", "optimizer", "update")
         if getattr(config.memory, key) not in ON_DEVICE
     ]
-    if config.adapter.base is not None:
-        fsdp = config.layout.fsdp or 1
-        refused += [("layout.fsdp", f"{fsdp} with adapter.base")] * (fsdp > 1)
-        refused += [("train.compile", "on with adapter.base")] * (config.train.compile == "on")
     return refused

@@ -29,6 +29,13 @@ def check_own_average(config: Config) -> None:
         ConfigError: with the setting to change.
     """
     if not learns_from_average(config.objective):
+        momentum = config.objective.teacher_momentum
+        if momentum != ObjectiveConfig().teacher_momentum:
+            raise ConfigError(
+                f"objective.teacher_momentum has no effect without objective.teachers {EMA}",
+                got=f"{momentum:g}",
+                do=f"leave it out, or set objective.teachers {EMA}",
+            )
         return
     refused = degrees_in_model(config.layout)
     refused += [("outer.every", f"{config.outer.every:,}")] * (config.outer.every > 0)

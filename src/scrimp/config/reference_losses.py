@@ -12,7 +12,7 @@ import math
 
 from scrimp.config.layout import degrees_in_model
 from scrimp.config.mixture import labels_of
-from scrimp.config.schema import Config
+from scrimp.config.schema import Config, ObjectiveConfig
 from scrimp.errors import ConfigError
 from scrimp.user_code import is_code
 
@@ -52,6 +52,13 @@ def check_reference_losses(config: Config) -> None:
     """
     text = config.objective.reference_losses
     if text is None:
+        scale, usual = config.objective.excess_scale, ObjectiveConfig().excess_scale
+        if scale != usual:
+            raise ConfigError(
+                f"objective.excess_scale has no effect without {KEY}",
+                got=scale,
+                do="leave it out, or name losses",
+            )
         return
     labels = labels_of([one.name for one in config.data.mixed])
     trained = [label for label, one in zip(labels, config.data.mixed, strict=True) if one.share]

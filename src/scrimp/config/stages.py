@@ -21,7 +21,7 @@ Method   `[[stages]]` in the file of a training are tables of settings, as the f
          All that makes one model of them is refused in a stage: model.*, and the tokenizer, which is that of the first.
 Limits   A stage reads its text from the beginning: one with the sources of the stage before reads them in the same
          order, unless it has a `run.seed` of its own.
-Checked  tests/config/test_stages.py
+Checked  tests/config/test_stage_settings.py
 """
 
 from __future__ import annotations
@@ -121,7 +121,11 @@ def with_command_line(
         on_line: those of the command line, whose values count in every stage.
     """
     own = [_with_one_text(one) for one in tables]
-    kept = tuple({key: value for key, value in one.items() if key not in on_line} for one in own)
+    texts = {"data.mix", "data.source"}
+    said = (
+        on_line | texts if on_line & texts else on_line
+    )  # one of the two is what is read, whatever stages say
+    kept = tuple({key: value for key, value in one.items() if key not in said} for one in own)
     return StagedRun(common, given, kept)
 
 

@@ -63,7 +63,7 @@ class LabelMaps(Source):
                 yield json.dumps(conversation(found, example), sort_keys=True)
 
     def fingerprint(self) -> str:
-        return f"{self.name}{'-held-out' * self._is_held_out}"
+        return f"{self.name}-1{'-held-out' * self._is_held_out}"
 
     def validation(self) -> Source:
         return LabelMaps(self.name, held_out=True)

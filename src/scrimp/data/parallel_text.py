@@ -36,8 +36,10 @@ from scrimp.files import read_bounded, write_whole
 
 MOST_BYTES: Final = 2**27
 MOST_RATIO: Final = 3.0
+MOST_WORDS: Final = 1000
+"""Of a sentence: what two of them say of their words takes memory by the product."""
 _MOST_DIFFERENT: Final = 5.0
-"""Documents whose sentences are so many times as many are no translations of one another."""
+"""Documents of which one has more than this many times the other's sentences are no translations."""
 _SURE: Final = 0.5
 _ENDS: Final = re.compile(r"(?<=[.!?…])\s+|(?<=[。！？])\s*")
 
@@ -62,13 +64,13 @@ class Profile:
         self._counts = Counter(gram for one in sentences for gram in _grams(one))
         self._total = self._counts.total()
 
-    def likeness(self, sentence: str, *, within: bool = False) -> float:
-        """Mean logarithm of the frequencies of what stands in a sentence, each one more than counted.
+    def likeness(self, *sentences: str, within: bool = False) -> float:
+        """Mean logarithm of the frequencies of what stands in sentences, each one more than counted.
 
         Args:
-            within: the sentence is one of the profile's own, whose counts are not its.
+            within: the sentences are the profile's own, whose counts do not count.
         """
-        grams = _grams(sentence)
+        grams = [gram for one in sentences for gram in _grams(one)]
         own = Counter(grams) if within else Counter[str]()
         total = self._total - own.total() + len(self._counts) + 1
         return sum(math.log((self._counts[one] - own[one] + 1) / total) for one in grams) / max(1, len(grams))
@@ -88,8 +90,10 @@ def mine(source: Path, target: Path) -> Mined:
     ratio = _length(other) / _length(one)
     kept = []
     for pair, score in pairs:
-        sides = _text(one, pair.source, pair.sources), _text(other, pair.target, pair.targets)
-        if _go_together(sides, ratio) and _are_in(sides, languages):
+        own = one[pair.source : pair.source + pair.sources]
+        theirs = other[pair.target : pair.target + pair.targets]
+        sides = " ".join(own), " ".join(theirs)
+        if _go_together(sides, ratio) and _are_in((own, theirs), languages):
             kept.append((*sides, score))
     if not kept:
         raise DataError(
@@ -115,9 +119,15 @@ def write_pairs(mined: Mined, out: Path) -> None:
 
 
 def refuse_taken(out: Path) -> None:
-    """Raise StorageError where something has the name of the new file."""
-    if out.exists():
+    """Raise StorageError where the new file cannot be: its name is taken, of another kind, or in no folder."""
+    if out.suffix != ".jsonl":
+        raise StorageError(
+            "pairs are written as JSON lines", got=out.name, expected="NAME.jsonl, which data.source reads so"
+        )
+    if out.exists() or out.is_symlink():
         raise StorageError(f"{out} exists already", do="choose another name; nothing is overwritten")
+    if not out.parent.is_dir():
+        raise StorageError(f"there is no folder {out.parent}", do="make it first")
 
 
 def read_sentences(path: Path) -> list[str]:
@@ -136,6 +146,14 @@ def read_sentences(path: Path) -> list[str]:
             do="save it as UTF-8",
         ) from None
     found = sentences_in(text)
+    longest = max(found, key=lambda one: len(words_in(one)), default="")
+    if len(words_in(longest)) > MOST_WORDS:
+        raise DataError(
+            f"{path} has a sentence that is none",
+            got=f"{len(words_in(longest)):,} words, from {longest[:40]!r} on",
+            expected=f"at most {MOST_WORDS:,}",
+            do="end sentences with a mark and a space, or put each on a line",
+        )
     if not found:
         raise DataError(f"{path} holds no words", got=f"{len(content):,} bytes", expected="text")
     return found
@@ -165,20 +183,16 @@ def _go_together(sides: tuple[str, str], ratio: float) -> bool:
     return 1 / MOST_RATIO <= other / (ratio * one) <= MOST_RATIO
 
 
-def _are_in(sides: tuple[str, str], languages: tuple[Profile, Profile]) -> bool:
+def _are_in(sides: tuple[list[str], list[str]], languages: tuple[Profile, Profile]) -> bool:
     """Whether both sides read like their own language."""
     return all(
-        another.likeness(side) < own.likeness(side, within=True) + _SURE
+        another.likeness(*side) < own.likeness(*side, within=True) + _SURE
         for side, own, another in zip(sides, languages, languages[::-1], strict=True)
     )
 
 
 def _length(sentences: list[str]) -> int:
     return sum(len(words_in(one)) for one in sentences)
-
-
-def _text(sentences: list[str], first: int, count: int) -> str:
-    return " ".join(sentences[first : first + count])
 
 
 def _grams(sentence: str) -> list[str]:

@@ -178,7 +178,8 @@ def corpus_settings(
     template = {}
     if spec.conversations:
         assert given is not None
-        template = {"chat_template": ChatTemplate(given).digest}
+        # Before weights of answers were read, all answers were learnt.
+        template = {"chat_template": ChatTemplate(given).digest, "answers": "by weight"}
     return template | {
         "source": source.name.encode("utf-8", "backslashreplace").decode(),
         "fingerprint": source.fingerprint(),

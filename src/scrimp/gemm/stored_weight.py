@@ -10,9 +10,10 @@ Method   A weight is quantized once, as the fprop of a recipe quantizes it, and 
          in the type that the weight stands for, one layer at a time, and lets go of them. So results are, bit for bit,
          those of a base whose weights are these values.
 Type     `StoredWeight` is a tensor with the shape, type and device of the weight, so that models, loaders, and
-         checks find a parameter as ever. Copying into it quantizes. Any operator that does not know it gets its values.
-Planned  A plan's products quantize the values as they would any weight. In the recipe that it is stored in most of
-         these are the same codes again, scales included (`tests/gemm/test_stored_weight.py` has the cases).
+         checks find a parameter as ever. Copying into it quantizes; other changes in place are refused. Any operator
+         that does not know it gets its values.
+Planned  A plan's products quantize the values as they would any weight. In the recipe that it is stored in
+         these are the same codes and scales again (float32 values; `tests/gemm/test_stored_weight.py`).
 Limits   A matrix that nobody trains. Values are made by torch's operators, in pieces: about 40 bytes are moved for
          each number, forward and backward.
 Source   Dettmers et al. 2023, QLoRA, arXiv 2305.14314
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
+from scrimp.errors import ModelError
 from scrimp.formats import QuantizedTensor, quantize
 from scrimp.formats.grouping import ends_alone
 from scrimp.gemm.problem import COLUMNS, compute_dtype
@@ -89,6 +91,8 @@ class StoredWeight(Tensor):
             rows = range(len(args[0]))[slice(*args[2:4])]
             if rows.start % 128 == 0:  # groups begin there, whatever the format
                 return args[0].codes.of_rows(slice(rows.start, rows.stop)).dequantize(args[0].dtype)
+        if func._schema.is_mutable and isinstance(args[0], StoredWeight):
+            raise ModelError("a stored weight changes by a copy into it alone", got=str(func))
         args, kwargs = tree_map_only(StoredWeight, StoredWeight.values, (args, kwargs))
         return func(*args, **kwargs)
 

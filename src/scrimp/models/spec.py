@@ -37,10 +37,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from scrimp.config.activations import LEVELS
-from scrimp.config.architecture import Adapter, Architecture, RopeScaling
-from scrimp.errors import ConfigError, ModelError
-from scrimp.precision import GEMMS, HEAD, InputOrigin, Split, parse_stored, stored_in
-from scrimp.user_code import is_code
+from scrimp.config.architecture import Architecture, RopeScaling
+from scrimp.errors import ModelError
+from scrimp.precision import GEMMS, HEAD, InputOrigin, Split, is_router, stored_in
 
 if TYPE_CHECKING:
     from scrimp.models.blocks import Block, Place, RMSNorm
@@ -85,6 +84,11 @@ class LinearSpec:
     """Rank of its adapter, or of that of each layer that is stacked in it; 0: none."""
     stored: str = ""
     """Recipe in whose codes its frozen weight lies (`scrimp.gemm.stored_weight`); empty: as it is."""
+
+    @property
+    def is_storable(self) -> bool:
+        """Whether its frozen weight may be stored, in a block: experts and routers stay as they are."""
+        return self.experts == 1 and not is_router(self.name)
 
     @property
     def adapter_parameters(self) -> int:
@@ -367,63 +371,12 @@ class ModelSpec(ABC):
 
         def adapted(one: LinearSpec) -> LinearSpec:
             rank = adapter.rank if adapter.has(one.name) else 0
-            is_stored = adapter.base and one.experts == 1
+            is_stored = adapter.base and one.is_storable
             stored = stored_in(adapter.base, full_name(index, one.name)) if is_stored else ""
             return replace(one, rank=rank, stored=stored)
 
         layers = (adapted(one) if isinstance(one, LinearSpec) else one for one in block.layers)
         return replace(block, layers=tuple(layers))
-
-    def check_adapter(self) -> None:
-        """Refuse adapters of layers that are not there, or that have experts.
-
-        Raises:
-            ConfigError: with the names that there are.
-        """
-        adapter = self.architecture.adapter
-        if adapter is None:
-            return
-        if is_code(self.architecture.family):  # which of its layers need no gradient of their input?
-            raise ConfigError(
-                "adapters are not carried out for a kind of model of your own yet",
-                got=self.architecture.family,
-                do="leave adapter.rank out, which trains every weight",
-            )
-        if self.architecture.rank is not None:
-            raise ConfigError(
-                "adapters are not carried out beside layers of low rank yet",
-                got=f"adapter.rank {adapter.rank}, and a base of model.rank {self.architecture.rank}",
-                do="export the base, which multiplies its factors out, and name that folder with --model.weights",
-            )
-        in_blocks = {name: linear for name, linear in self.shapes.items() if name != HEAD}
-        fit = [name for name, linear in in_blocks.items() if linear.experts == 1]
-        unfit = [name for name in adapter.names or in_blocks if name not in fit]
-        if unfit:
-            raise ConfigError(
-                "adapter.targets names layers that cannot have adapters",
-                got=", ".join(f"{name}, of experts" if name in in_blocks else name for name in unfit),
-                expected=f"linear layers of a block: {', '.join(fit)}",
-                do=f"set --adapter.targets {','.join(fit)}, or fewer of them",
-            )
-        self._check_base(adapter)
-        sides = {name: min(one.inputs, *one.stacked) for name, one in in_blocks.items() if adapter.has(name)}
-        narrow = min(sides, key=lambda name: sides[name])
-        if adapter.rank > sides[narrow]:
-            raise ConfigError(
-                "adapter.rank is larger than a layer",
-                got=f"{adapter.rank:,}",
-                expected=f"at most {sides[narrow]:,}, the smaller side of {narrow}",
-            )
-
-    def _check_base(self, adapter: Adapter) -> None:
-        names = [name for name, one in self.layers().items() if name != HEAD and one.experts == 1]
-        for rule in parse_stored(adapter.base)[1:] if adapter.base else ():
-            if not any(rule.matches(name) for name in names):
-                raise ConfigError(
-                    f"adapter.base: the pattern of `{rule}` matches no layer",
-                    got=rule.pattern,
-                    expected=f"a pattern for linear layers of blocks that are no experts, such as {names[0]}",
-                )
 
     @cached_property
     def equal_blocks(self) -> dict[BlockSpec, int]:

@@ -7,7 +7,7 @@
 
 The first is a recipe; patterns are globs over full names, as in `precision`, of which the last that matches wins. The
 head, routers and experts are left as they are.
-Checked  tests/precision/test_stored.py
+Checked  tests/precision/test_stored_rules.py
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scrimp.precision.rules import Rule
 AS_IT_IS = "bf16"
 STORABLE = tuple(name for name, one in RECIPES.items() if one.fprop is not None)
 """Recipes that quantize weights."""
-_EXAMPLE = "nvfp4,*.mlp.down=fp8,blocks.0.*=bf16"
+_EXAMPLE = "nvfp4,*.down=fp8,blocks.0.*=bf16"
 
 
 @lru_cache

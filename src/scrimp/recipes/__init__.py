@@ -39,6 +39,11 @@ def is_recipe(word: str) -> bool:
     return word.startswith(PREFIX)
 
 
+def settings_file(file: Path) -> Path:
+    """The file that FILE of a command is: itself, or that of a recipe. ConfigError: there is no such recipe."""
+    return file_of(str(file), "train") if is_recipe(str(file)) else file
+
+
 def file_of(word: str, kind: Literal["train", "study"]) -> Path:
     """The file of a recipe that a word such as recipe:data-limited names.
 

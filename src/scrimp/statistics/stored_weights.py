@@ -13,7 +13,7 @@ Method   One weight at a time, in one format, all else as it is; the mean over t
 Cost     A forward pass for each layer and format. Of each only hidden states are kept; logits exist for a chunk of
          tokens at a time.
 Limits   A model that computes in bf16 rounds its activations anew whatever changes: a floor below each divergence, of
-         some 4e-5 nats in llama-3m, as much as 8 bits cost. Errors that fine-tuning itself would take back are counted
+         some 4e-5 nats in llama-3m, as much as 8 bits cost. Errors that fine-tuning itself would undo are counted
          all the same. A text unlike what the model will read measures another model.
 Source   SNIP (arXiv 2602.01410) for the program that chooses; the second order as in Kim et al. 2024, SqueezeLLM
          (arXiv 2306.07629), measured here instead of approximated by a diagonal.
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from scrimp.gemm import stored_values
 from scrimp.models.model import Model
-from scrimp.precision import is_router
+from scrimp.precision import HEAD
 
 _CHUNK = 256
 
@@ -78,8 +78,9 @@ class PredictionDivergence:
 
     def _divergence(self, before: Tensor, after: Tensor) -> float:
         parts = zip(before.split(_CHUNK), after.split(_CHUNK), strict=True)
-        logs = ([self._model.logits(one).float().log_softmax(-1) for one in pair] for pair in parts)
-        return sum(float(F.kl_div(q, p, reduction="sum", log_target=True)) for p, q in logs)
+        # In float64: of a layer that moves nothing the sum would be noise around 0 otherwise.
+        logs = ([self._model.logits(one).double().log_softmax(-1) for one in pair] for pair in parts)
+        return max(0.0, sum(float(F.kl_div(q, p, reduction="sum", log_target=True)) for p, q in logs))
 
 
 def storable(model: Model) -> dict[str, nn.Parameter]:
@@ -87,9 +88,7 @@ def storable(model: Model) -> dict[str, nn.Parameter]:
     parameters = dict(model.named_parameters())
     layers = model.spec.layers()
     return {
-        name: parameters[f"{name}.weight"]
-        for name, one in layers.items()
-        if one.experts == 1 and name.startswith("blocks.") and not is_router(name)
+        name: parameters[f"{name}.weight"] for name, one in layers.items() if one.is_storable and name != HEAD
     }
 
 

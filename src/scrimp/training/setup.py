@@ -32,6 +32,7 @@ from scrimp.errors import CheckpointError, ConfigError, PlanError
 from scrimp.gemm import BackendChooser
 from scrimp.gemm.problem import DTYPES
 from scrimp.models import spec_of
+from scrimp.models.adapter_checks import check_adapter
 from scrimp.models.context_parallel import check_shared_rows
 from scrimp.planner import BackendChoice, Plan, build_plan, refuse_misfit, with_precisions
 from scrimp.planner.memory.decision import MemoryDecision
@@ -268,7 +269,7 @@ def decide(
             expected=f"the model of the run's configuration, {config.model.preset} with its changes",
             do="restore the run's own checkpoints, or start a new run",
         )
-    spec_of(architecture).check_adapter()
+    check_adapter(spec_of(architecture))
     # In this order: the tokenizer, the model's rows, all other settings, the plan.
     named, reasons = decide_tokenizer(config, architecture)
     entries = expected_vocabulary(named, architecture) if entries is None else entries

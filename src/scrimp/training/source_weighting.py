@@ -24,7 +24,7 @@ Limits   A source has weight 1, and is nobody's measure, until it has been seen.
          swap blocks, each with parameters of its own.
 Source   Fan et al., "Momentum-GS" (2024), arXiv 2412.04887; excess losses: Xie et al., "DoReMi" (2023), arXiv
          2305.10429
-Checked  tests/training/test_source_weighting.py
+Checked  tests/training/test_source_weighting_runs.py
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class SourceWeighting:
         self.losses = found
 
     def _weight(self, behind: float) -> float:
-        return 2.0 - math.exp(-((behind / self._scale) ** 2) / 2)
+        ratio = behind / self._scale
+        return 2.0 - math.exp(-ratio * ratio / 2)
 
 
 def weighting_of(config: Config) -> SourceWeighting | None:

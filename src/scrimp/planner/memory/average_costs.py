@@ -6,7 +6,7 @@ Bytes    4 per number of this rank's weights, which checkpoints hold too. While 
 Limits   These are counted all through a step. It runs before the model does, when nothing is kept yet: what its forward
          pass takes for a moment, and a block of it that is gathered, are not counted. Its logits the loss's trace has
          (`scrimp.training.distillation`).
-Checked  tests/training/test_own_average.py
+Checked  tests/training/test_own_average_runs.py
 """
 
 from __future__ import annotations

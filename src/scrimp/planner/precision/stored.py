@@ -53,8 +53,8 @@ def weight_bytes(shape: Shape, name: str) -> int:
 
 
 def stored_text(chosen: Mapping[str, str]) -> str:
-    """A choice as rules of `adapter.base`: the most frequent format, and a line for all or some of the layers of a name
-    that have another one."""
+    """A choice as rules of `adapter.base`: the most frequent format, then a rule for each name whose layers all have
+    another one, or for each layer that has."""
     base = Counter(chosen.values()).most_common(1)[0][0]
     kinds: dict[str, list[str]] = {}
     for layer in chosen:
@@ -62,8 +62,8 @@ def stored_text(chosen: Mapping[str, str]) -> str:
     rules = [base]
     for kind, layers in kinds.items():
         names = {chosen[layer] for layer in layers}
-        if len(names) == 1 and len(layers) > 1:
-            rules += [f"*.{kind}={name}" for name in names - {base}]
+        if len(names) == 1 and len(layers) > 1 and base not in names:
+            rules.append(f"*.{kind}={chosen[layers[0]]}")
         else:
             rules += [f"{layer}={chosen[layer]}" for layer in layers if chosen[layer] != base]
     return ",".join(rules)

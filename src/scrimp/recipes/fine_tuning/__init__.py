@@ -76,6 +76,8 @@ def _pairs(results: Results) -> list[Pair]:
     study = results.study
     mix = study.named(study.control).settings.get("data.mix")
     swept = [one for one in study.runs if one.settings.get("data.mix") == mix and not one.needs]
+    if any(key not in one.settings for one in swept for key in ("train.batch_tokens", "optimizer.lr")):
+        return []  # a study of one's own that leaves one of them to Scrimp is no sweep of both
     losses = {one.name: _losses(results, one) for one in swept}
     seeds = set.intersection(*map(set, losses.values())) if losses else set[int]()
     return [

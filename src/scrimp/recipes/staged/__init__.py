@@ -34,7 +34,10 @@ STAGED: Final = "staged"
 
 
 def findings(results: Results) -> list[str]:
-    """The loss of the domain, of each variant, and what the stages gain over each of those that stand alone."""
+    """The loss of the domain, of each variant, and what the stages gain over each of those that stand alone; nothing of
+    a study that has no variant of the stages."""
+    if all(one.name != STAGED for one in results.study.variants):
+        return []
     study, losses = results.study, dict[str, dict[int, float]]()
     label = domain_of(study)
     for row in results.rows:
@@ -74,7 +77,7 @@ def _gain(staged: dict[int, float], other: dict[int, float], name: str) -> str:
         return ""
     better = sum(gain > 0 for gain in gains)
     return (
-        f"staged is {abs(statistics.fmean(gains)):.3f} {'below' if statistics.fmean(gains) > 0 else 'above'} {name} "
-        f"({min(gains):.3f} to {max(gains):.3f} below), better in {better} of {len(gains)} "
+        f"staged less {name}: {-statistics.fmean(gains):+.3f} ({-max(gains):+.3f} to {-min(gains):+.3f}), "
+        f"better in {better} of {len(gains)} "
         f"{'seed' if len(gains) == 1 else 'seeds'}."
     )

@@ -134,3 +134,16 @@ def test_options_of_one_run_are_refused(
 def test_folders_of_stages_are_told_from_others() -> None:
     names = ("stage-1", "stage-12", "stage-0", "stage-01", "stage-", "stage-x", "1", "checkpoints")
     assert [stage_in(name) for name in names] == [1, 12, None, None, None, None, None, None]
+
+
+@pytest.mark.parametrize("key", ["source", "mix"])
+def test_a_text_on_the_command_line_is_that_of_every_stage(tmp_path: Path, key: str) -> None:
+    """Also where a stage names the other kind."""
+    given = {"source": "stdlib:http", "mix": "stdlib:http=1,stdlib:wsgiref=1"}
+    stage = {"source": 'data.mix = "stdlib:json=1,stdlib:email=1"', "mix": 'data.source = "stdlib:json"'}[key]
+    text = f'data.tokenizer = "bytes"\n[[stages]]\ntrain.steps = 3\n[[stages]]\ntrain.steps = 2\n{stage}\n'
+    found = staged(tmp_path, text, f"--data.{key}={given[key]}")
+    for number in (1, 2):
+        values = flatten(found.stage(number, Path("r"))[0])
+        assert values[f"data.{key}"] == given[key]
+        assert values["data.mix" if key == "source" else "data.source"] in (None, Config().data.source)
