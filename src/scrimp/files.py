@@ -171,7 +171,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
     # Always the same name, so that the next call clears what a killed one left: folders are large.
     partial = out.with_name(f".{out.name}.partial")
     with storage(out, "write"):
-        _refuse_taken(out)
+        _refuse_used_folder(out)
         out.parent.mkdir(parents=True, exist_ok=True)
         if partial.exists():
             shutil.rmtree(partial)
@@ -190,7 +190,21 @@ def whole_folder(out: Path) -> Iterator[Path]:
         sync_folder(out.parent)
 
 
-def _refuse_taken(out: Path) -> None:
+def refuse_taken(out: Path) -> None:
+    """Refuse a name for a new file that is taken, by a dangling link too, or that lies in no folder.
+
+    Raises:
+        StorageError: by the name.
+    """
+    if out.exists() or out.is_symlink():
+        raise StorageError(f"{out} exists already", do="choose another name; nothing is overwritten")
+    if not out.absolute().parent.is_dir():
+        raise StorageError(
+            f"{out} cannot be written", got=f"no folder {out.parent}", do="make the folder first"
+        )
+
+
+def _refuse_used_folder(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise StorageError(
             f"{out} exists already",

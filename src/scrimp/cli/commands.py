@@ -251,9 +251,9 @@ class Align:
     """New JSONL file of pairs: source, target, score from 0 to 1, and text, which data.source reads."""
 
     def execute(self, given: frozenset[str]) -> int:
-        from scrimp.data.parallel_text import mine, refuse_taken, write_pairs
+        from scrimp.data.parallel_text import mine, refuse_out, write_pairs
 
-        refuse_taken(self.out)
+        refuse_out(self.out)
         mined = mine(self.source, self.target)
         write_pairs(mined, self.out)
         print(

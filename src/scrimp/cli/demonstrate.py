@@ -21,8 +21,8 @@ from scrimp.data.demonstrations import (
     retrieved,
 )
 from scrimp.data.progress_line import Progress
-from scrimp.errors import ConfigError, StorageError
-from scrimp.files import replaced_file, storage
+from scrimp.errors import ConfigError
+from scrimp.files import refuse_taken, replaced_file, storage
 
 if TYPE_CHECKING:
     from scrimp.cli.commands import Demonstrate
@@ -53,12 +53,7 @@ def refuse_options_of_others(command: Demonstrate, given: frozenset[str]) -> Non
         )
     if command.out.suffix != ".jsonl":
         raise ConfigError("conversations are written as JSONL", got=command.out, expected="NAME.jsonl")
-    if command.out.exists() or command.out.is_symlink():
-        raise StorageError(
-            f"{command.out} exists already", do="choose another name, or remove the file or folder"
-        )
-    if not command.out.parent.is_dir():
-        raise StorageError(f"there is no folder {command.out.parent}", do="make it first")
+    refuse_taken(command.out)
 
 
 def demonstrate(command: Demonstrate) -> int:

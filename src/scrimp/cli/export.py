@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from scrimp.errors import PlanError, StorageError, typed
+from scrimp.errors import PlanError, typed
 from scrimp.export import PrecisionExport, export_precision, whole_layer_recipes
-from scrimp.files import read_bounded, write_whole
+from scrimp.files import read_bounded, refuse_taken, write_whole
 from scrimp.planner import Plan
 from scrimp.planner.plan import MAX_FILE_BYTES
 from scrimp.planner.precision import PrecisionPlan
@@ -25,8 +25,7 @@ def export_to_file(
     approximate: bool,
 ) -> int:
     """Write the file; returns 0, also where something could not be said: it is listed."""
-    if out.exists():
-        raise StorageError(f"{out} exists already", do="choose another name; nothing is overwritten")
+    refuse_taken(out)
     plan = read_any_plan(source)
     found = export_precision(plan, target, names, approximate=approximate)
     write_whole(out, found.text)

@@ -6,9 +6,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from scrimp.config import Config
-from scrimp.errors import ConfigError, StorageError
+from scrimp.errors import ConfigError
 from scrimp.export.layout_file import LayoutTarget, export_layout
-from scrimp.files import read_bounded, write_whole
+from scrimp.files import read_bounded, refuse_taken, write_whole
 from scrimp.json_files import decode_json
 from scrimp.models.shapes import ModelShape
 from scrimp.planner.layout.lines import Line, line_of, line_text, setting_of
@@ -38,8 +38,7 @@ def model_of_line(config: Config, shape: Path | None, given: Collection[str]) ->
 
 def export_layout_to_file(source: Path, out: Path, target: LayoutTarget, *, approximate: bool) -> int:
     """Write the file; returns 0, also where the nearest was asked for and not all could be said: it is listed."""
-    if out.exists():
-        raise StorageError(f"{out} exists already", do="choose another name; nothing is overwritten")
+    refuse_taken(out)
     line = read_line(source)
     found = export_layout(setting_of(line), line.model, target, approximate=approximate)
     write_whole(out, found.text)

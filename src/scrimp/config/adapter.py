@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 
 from scrimp.config.architecture import Adapter
-from scrimp.config.layout import ON_DEVICE, degrees_in_model
+from scrimp.config.layout import degrees_in_model, off_device
 from scrimp.config.optimizers import facts_of
 from scrimp.config.schema import AdapterConfig, Config
 from scrimp.errors import ConfigError
@@ -103,9 +103,5 @@ def _beside(config: Config) -> list[tuple[str, str]]:
     refused += [("optimizer.name", optimizer.name)] * whole
     refused += [("optimizer.from_weights", "true")] * optimizer.from_weights
     refused += [("optimizer.master_weights", "true")] * bool(optimizer.master_weights)
-    refused += [
-        (f"memory.{key}", getattr(config.memory, key))
-        for key in ("weights", "gradients", "optimizer", "update")
-        if getattr(config.memory, key) not in ON_DEVICE
-    ]
+    refused += off_device(config.memory)
     return refused

@@ -22,14 +22,14 @@ from scrimp.config.experts import has_experts
 from scrimp.config.fields import replace_values
 from scrimp.config.optimizers import facts_of
 from scrimp.config.pipeline import fits
-from scrimp.config.schema import Config, LayoutConfig, decided
+from scrimp.config.schema import Config, LayoutConfig, MemoryConfig, decided
 from scrimp.errors import ConfigError
 
 OPEN_AXES = ("dp", "fsdp")
 """Those that may be left out."""
 AXES = ("pp", *OPEN_AXES, "cp", "tp")
 """Their product is the number of ranks."""
-ON_DEVICE = ("auto", "device", "0")
+_ON_DEVICE = ("auto", "device", "0")
 """Values of `memory.weights`, `.gradients`, `.optimizer` and `.update` that leave all on the device."""
 
 
@@ -42,6 +42,12 @@ def degrees_in_model(layout: LayoutConfig) -> list[tuple[str, str]]:
     """Dotted keys and values of the degrees by which ranks share layers, experts or rows."""
     found = {key: getattr(layout, key) for key in ("pp", "cp", "tp", "ep", "etp")}
     return [(f"layout.{key}", f"{value:,}") for key, value in found.items() if value > 1]
+
+
+def off_device(memory: MemoryConfig) -> list[tuple[str, str]]:
+    """Dotted keys and values of the settings that take weights, gradients, states or the update off the device."""
+    found = {key: getattr(memory, key) for key in ("weights", "gradients", "optimizer", "update")}
+    return [(f"memory.{key}", value) for key, value in found.items() if value not in _ON_DEVICE]
 
 
 def for_ranks(config: Config, ranks: int, given: Collection[str]) -> Config:
@@ -111,11 +117,8 @@ def check_beside_layout(config: Config) -> None:
     ranks, memory, name = ranks_of(config.layout), config.memory, config.optimizer.name
     if ranks == 1:
         return
-    refused = [
-        (f"memory.{key}", getattr(memory, key))
-        for key in ("weights", "gradients", "update")  # FSDP2 has them where it gathers and reduces
-        if getattr(memory, key) not in ON_DEVICE
-    ]
+    # FSDP2 has them where it gathers and reduces.
+    refused = [one for one in off_device(memory) if one[0] != "memory.optimizer"]
     if config.is_planned and not facts_of(name).planned_on_ranks:
         refused.append(("precision", f"{config.precision} beside optimizer.name {name}"))
     for key, value in refused:
@@ -169,11 +172,7 @@ def check_outer(config: Config, device_type: str, ranks: int) -> None:
         refused += [("outer.exchange", "fp8 beside --copies")] * (config.outer.exchange != "fp32")
     refused += [("optimizer.moments", optimizer.moments)] * (optimizer.moments == "8bit")
     refused += [("optimizer.master_weights", "false")] * _rounds(config)
-    refused += [
-        (f"memory.{key}", getattr(memory, key))
-        for key in ("weights", "gradients", "optimizer", "update")
-        if getattr(memory, key) not in ON_DEVICE
-    ]
+    refused += off_device(memory)
     for key, value in refused:
         raise ConfigError(
             f"{key} {value} is not carried out beside outer.every",

@@ -6,7 +6,7 @@ Checked  tests/config/test_own_average.py
 
 from __future__ import annotations
 
-from scrimp.config.layout import ON_DEVICE, degrees_in_model
+from scrimp.config.layout import degrees_in_model, off_device
 from scrimp.config.schema import Config, ObjectiveConfig
 from scrimp.errors import ConfigError
 
@@ -44,11 +44,7 @@ def check_own_average(config: Config) -> None:
     every = config.optimizer.refactor_every
     refused += [("optimizer.refactor_every", f"{every:,}")] * (every > 0)
     refused += [("objective.written", f"{config.objective.written:g}")] * (config.objective.written > 0)
-    refused += [
-        (f"memory.{key}", getattr(config.memory, key))
-        for key in ("weights", "gradients", "optimizer", "update")
-        if getattr(config.memory, key) not in ON_DEVICE
-    ]
+    refused += off_device(config.memory)
     for key, value in refused:
         raise ConfigError(
             f"{key} {value} is not carried out beside objective.teachers {EMA}",

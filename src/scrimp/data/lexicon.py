@@ -44,7 +44,7 @@ _ITERATIONS: Final = 5
 _ROUNDS: Final = 8
 _LEAST_COUNT: Final = 1.0
 _LEAST_WEIGHT: Final = 1e-3
-"""Of a word that stands in every sentence: not 0, or a sentence of such words alone would be no vector."""
+"""Weight of a word that stands in every sentence: at 0, a sentence of such words alone would have no vector."""
 _SAMPLED_ROWS: Final = 200
 _DEVIATIONS: Final = 2.0
 
@@ -254,7 +254,7 @@ def _counted(text: Words) -> Iterator[Floats]:
 
 
 def _norms(vectors: Iterator[Floats]) -> tuple[Floats, Floats]:
-    """Of each sentence, and of each together with the one before it."""
+    """Norms of each sentence by itself, and of each with the one before it."""
     single, double, before = list[float](), list[float](), None
     for vector in vectors:
         single.append(float(np.sqrt(vector @ vector)))

@@ -32,12 +32,12 @@ from typing import Final
 
 from scrimp.data.lexicon import aligned, words_in
 from scrimp.errors import DataError, StorageError
-from scrimp.files import read_bounded, write_whole
+from scrimp.files import read_bounded, refuse_taken, write_whole
 
 MOST_BYTES: Final = 2**27
 MOST_RATIO: Final = 3.0
 MOST_WORDS: Final = 1000
-"""Of a sentence: what two of them say of their words takes memory by the product."""
+"""Most words of a sentence: learning from a pair takes memory by the product of both sides' words."""
 _MOST_DIFFERENT: Final = 5.0
 """Documents of which one has more than this many times the other's sentences are no translations."""
 _SURE: Final = 0.5
@@ -110,7 +110,7 @@ def write_pairs(mined: Mined, out: Path) -> None:
     Raises:
         StorageError: it is there already, or cannot be written.
     """
-    refuse_taken(out)
+    refuse_out(out)
     rows = [
         {"source": one, "target": other, "score": round(score, 4), "text": f"{one}\n{other}"}
         for one, other, score in mined.kept
@@ -118,16 +118,13 @@ def write_pairs(mined: Mined, out: Path) -> None:
     write_whole(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def refuse_taken(out: Path) -> None:
+def refuse_out(out: Path) -> None:
     """Raise StorageError where the new file cannot be: its name is taken, of another kind, or in no folder."""
     if out.suffix != ".jsonl":
         raise StorageError(
             "pairs are written as JSON lines", got=out.name, expected="NAME.jsonl, which data.source reads so"
         )
-    if out.exists() or out.is_symlink():
-        raise StorageError(f"{out} exists already", do="choose another name; nothing is overwritten")
-    if not out.parent.is_dir():
-        raise StorageError(f"there is no folder {out.parent}", do="make it first")
+    refuse_taken(out)
 
 
 def read_sentences(path: Path) -> list[str]:

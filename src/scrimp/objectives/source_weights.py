@@ -33,7 +33,7 @@ class SourceWeights:
     sources_B: Tensor  # noqa: N815
     """The number of each row's source."""
     weights_G: Tensor  # noqa: N815
-    """Of each source, in float32."""
+    """What each source counts, in float32."""
     length: int
     """Tokens of a row, T."""
 

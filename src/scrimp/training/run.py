@@ -53,7 +53,7 @@ class Run:
     files: dict[str, str]
     """Name to text of what every checkpoint holds beside the plan."""
     average: AveragedWeights | None = None
-    """Of the weights, where the model learns from it."""
+    """The average of the weights, where the model learns from it."""
     weighting: SourceWeighting | None = None
     """What targets count by their source; None: all alike."""
     base: Base | None = None

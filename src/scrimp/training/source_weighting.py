@@ -62,7 +62,7 @@ class SourceWeighting:
         """Average loss of each source that has been seen."""
 
     def weights(self) -> list[float]:
-        """Of each source, in the order of the mixture."""
+        """What targets of each source count, in the order of the mixture."""
         excess = {label: loss - self._references[label] for label, loss in self.losses.items()}
         least = min(excess.values(), default=0.0)
         return [self._weight(excess.get(label, least) - least) for label in self._labels]

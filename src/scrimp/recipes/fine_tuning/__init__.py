@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from scrimp.study.variants import Variant
 
 _SHARE: Final = 0.25
-"""Of each run's steps, after which it is ranked."""
+"""Share of a run's steps after which it is ranked."""
 _LEAST: Final = 3
 """Runs of which a correlation says something."""
 
