@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from fakes import PROBE, study_of
-from test_study_runs import figures, study, write_study
-from tiny_run import write_corpus
+from test_study_runs import children_of, figures, study, wait_until, write_study
+from tiny_run import records, write_corpus
 
 from scrimp.errors import ConfigError
 from scrimp.study import on_ray
 from scrimp.study.on_ray import ray_places
+from scrimp.study.rows import read_rows
 
 HAS_RAY = True
 try:
@@ -34,6 +38,33 @@ def test_runs_on_ray_are_those_of_this_machine(tmp_path: Path) -> None:
     assert there.returncode == 0, there.stderr + there.stdout
     assert "the cluster's machines" in there.stderr or "there are no more runs" in there.stderr
     assert figures(tmp_path / "there") == figures(tmp_path / "here")
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_study_on_ray_that_is_killed_goes_on_to_the_same_rows(tmp_path: Path) -> None:
+    file = write_study(tmp_path, write_corpus(tmp_path))
+    # Ray takes some seconds to end what a driver that is gone had begun.
+    text = file.read_text().replace("seeds = 2", "seeds = 1").replace("train.steps = 24", "train.steps = 600")
+    file.write_text(text.replace("checkpoint.every = 4", "checkpoint.every = 20"))
+    whole, out = tmp_path / "whole", tmp_path / "killed"
+    assert study(file, "--out", whole).returncode == 0
+    out.mkdir()
+    shutil.copy(whole / "probes.json", out / "probes.json")
+    words = [sys.executable, "-m", "scrimp", "study", file, "--out", out, "--ray", "local", "--at-once", "1"]
+    process = subprocess.Popen(
+        [str(word) for word in words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    second = out / "runs" / "fast-seed0"
+    wait_until(lambda: list((second / "checkpoints").glob("step-*")))
+    process.kill()
+    process.wait()
+    wait_until(lambda: not children_of(out), 30.0)  # Ray ends its workers once their driver is gone
+    assert len(read_rows(out)) == 1
+    again = study(file, "--out", out, "--ray", "local")
+    assert again.returncode == 0, again.stderr + again.stdout
+    assert any(event["kind"] == "resume" for event in records(second, "events.jsonl"))
+    assert figures(out) == figures(whole)
 
 
 @needs_ray
