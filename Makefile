@@ -21,7 +21,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 demo: install
-	$(BIN)/scrimp train --precision snip --train.steps 150
+	$(BIN)/scrimp train --precision snip --optimizer.name muon --train.batch-tokens 2048
 
 check:
 	$(MAKE) --jobs=2 --output-sync lint types imports
