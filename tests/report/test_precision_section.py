@@ -37,17 +37,12 @@ def replanned(tmp_path_factory):
     return write_replanned_run(tmp_path_factory.mktemp("replanned") / "run", 1600, 400)
 
 
-def test_the_map_opens_the_page_of_a_run_that_replans(replanned):
+def test_the_page_opens_with_what_was_learned_and_then_the_map(replanned):
     text = write_report(replanned).read_text(encoding="utf-8")
-    assert headings(text)[0] == "Precision map"
+    assert headings(text)[:4] == ["Training", "Samples", "Precision map", "Plan"]
     ids = [found["id"] for _, found in Tags(text).found if "id" in found]
     assert len(ids) == len(set(ids))
     assert len(text) < 600_000
-
-
-def test_without_analyses_it_stands_behind_the_plan(tmp_path):
-    names = headings(write_report(write_run(tmp_path / "run", 5)).read_text(encoding="utf-8"))
-    assert names.index("Precision map") == names.index("Plan") + 1
 
 
 def test_without_a_plan_there_is_no_map(tmp_path):

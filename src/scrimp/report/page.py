@@ -26,7 +26,7 @@ from scrimp.files import write_whole
 from scrimp.report.figures import loss_figure, small_figures
 from scrimp.report.html import Markup, escape, join, tag
 from scrimp.report.plan_section import plan_section
-from scrimp.report.precision_section import has_analyses, precision_section
+from scrimp.report.precision_section import precision_section
 from scrimp.report.read_run import RunRecord, read_run
 from scrimp.report.sections import configuration, environment, event_table, facts, key_figures, samples
 from scrimp.report.step_section import step_section
@@ -76,13 +76,12 @@ def build_page(run: RunRecord) -> str:
     )
     precision = precision_section(run)
     precision = _section("precision", "Precision map", precision) if precision is not None else None
-    opens, step = has_analyses(run), step_section(run)
+    step = step_section(run)
     sections = [
-        precision if opens else None,
         _section("curves", "Training", join([_chart_notes(), loss_figure(run), small_figures(run)])),
         _section("samples", "Samples", samples(run)),
+        precision,
         _section("plan", "Plan", plan_section(run)),
-        None if opens else precision,
         None if step is None else _section("step", "Where a step's time goes", step),
         _section("events", "Events", event_table(run)),
         _section("configuration", "Configuration", configuration(run)),

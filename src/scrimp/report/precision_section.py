@@ -46,11 +46,6 @@ _LABELS: Final = {
 }
 
 
-def has_analyses(run: RunRecord) -> bool:
-    """Whether a re-plan left its figures: then the map opens the page."""
-    return any(plan.analysis is not None for plan in run.plans)
-
-
 def precision_section(run: RunRecord) -> Markup | None:
     """The whole section, or None without a plan for any layer."""
     plans = timeline(run.plan, run.plans)
