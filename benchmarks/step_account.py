@@ -5,7 +5,9 @@ Question  Which passes would kernels of our own shorten, by how much, and how go
 Method    `scrimp.planner.layout.step_account`: bytes, FLOPs and seconds of every pass, and those of ideal regions.
           Of Scrimp as it runs today (`softwares/scrimp-today.toml`: bytes counted from its code; attention by
           FlashAttention-2, which is deterministic), of Scrimp as it is predicted (`scrimp.toml`: one kernel for each
-          pass), and of LLMQ (`llmq.toml`: read in its source), which has one scale a tensor in all of its 8 bits.
+          pass), of LLMQ (`llmq.toml`: read in its source), which has one scale a tensor in all of its 8 bits, and of
+          torchao's Float8Linear in TorchTitan (`torchtitan-2025.toml`: read in its source), whose weights, gradients
+          and moments are in float32.
           Launches of today's step are counted here: operators of the update and its kernel, kernels of a compiled
           block as Inductor fuses it.
           Of Scrimp's own step sums of gradients run after products here, and beside them in `scrimp plan`.
@@ -67,6 +69,10 @@ ROWS: tuple[Case, ...] = tuple(
 SEQUENCE, TOKENS = 1024, 524_288
 STATES = StateFormats(masters=False)
 """LLMQ's: weights, gradients and moments in bf16."""
+LLMQ, TORCHAO = "LLMQ", "torchao"
+SHOWN = {"today": "today", "fused": "one kernel a pass", "floor": "floor"}
+COMPARED = (*((name, LLMQ) for name in SHOWN), ("today", TORCHAO))
+"""Which of ours is divided by which of theirs."""
 MOVED = 0.15
 OF_PROGRAMS = (
     "traffic",
@@ -93,8 +99,10 @@ class Row:
     fused: float
     floor: float
     llmq: float
+    torchao: float
     ratios: dict[str, tuple[float, float, float]]
-    """Today, fused and floor over LLMQ: the ratio, and the least and most with a constant moved."""
+    """Today, fused and floor over LLMQ, and today over torchao: the ratio, and the least and most with a constant
+    moved."""
 
 
 def main() -> None:
@@ -164,27 +172,28 @@ def row_of(case: Case, cluster: Cluster) -> Row:
     """All programs on one setting, and how sure their ratios are."""
     ours = {"today": today(), "fused": own("scrimp")}
     ours["floor"] = ours["fused"]
-    theirs = software("llmq")
+    theirs = {LLMQ: software("llmq"), TORCHAO: software("torchtitan-2025")}
 
     its_own = case if case[1] == "bf16" else (case[0], "fp8_tensor", *case[2:])
 
     def seconds(name: str, program: Software, card: Cluster) -> float:
         passes = floor_of if name == "floor" else passes_of
-        asked = its_own if name == "llmq" else case
+        asked = its_own if name in theirs else case
         return sum(one.seconds for one in passes(setting_of(asked, program, card)))
 
-    llmq = seconds("llmq", theirs, cluster)
-    taken, ratios = {}, {}
-    for name, program in ours.items():
-        taken[name] = seconds(name, program, cluster)
-        found = [taken[name] / llmq]
+    taken = {name: seconds(name, program, cluster) for name, program in (ours | theirs).items()}
+    ratios = {}
+    for name, rival in COMPARED:
+        own_program, its_program = ours[name], theirs[rival]
+        found = [taken[name] / taken[rival]]
         found += [
-            seconds(name, program, card) / seconds("llmq", theirs, card) for card in moved_cards(cluster)
+            seconds(name, own_program, card) / seconds(rival, its_program, card)
+            for card in moved_cards(cluster)
         ]
-        found += [seconds(name, one, cluster) / llmq for one in moved_programs(program)]
-        found += [taken[name] / seconds("llmq", one, cluster) for one in moved_programs(theirs)]
-        ratios[name] = found[0], min(found), max(found)
-    return Row(*case, taken["today"], taken["fused"], taken["floor"], llmq, ratios)
+        found += [seconds(name, one, cluster) / taken[rival] for one in moved_programs(own_program)]
+        found += [taken[name] / seconds(rival, one, cluster) for one in moved_programs(its_program)]
+        ratios[f"{SHOWN[name]} / {rival}"] = found[0], min(found), max(found)
+    return Row(*case, *taken.values(), ratios=ratios)
 
 
 def moved_cards(cluster: Cluster) -> Iterator[Cluster]:
@@ -271,8 +280,8 @@ def page(
     text = [
         "# The step above its floor",
         "",
-        f"One {hardware}, {TOKENS:,} tokens a step, sequences of {SEQUENCE:,}, weights and moments in bf16. Counted "
-        "and predicted, not measured; how: the docstring of `benchmarks/step_account.py`.",
+        f"One {hardware}, {TOKENS:,} tokens a step, sequences of {SEQUENCE:,}, weights and moments in bf16 (torchao's "
+        "in float32). Counted and predicted, not measured; how: the docstring of `benchmarks/step_account.py`.",
         "",
         f"- command: {environment['command']}",
         f"- commit: {environment['commit']}",
@@ -295,17 +304,16 @@ def page(
 
 def ratio_table(rows: list[Row]) -> list[str]:
     """Seconds of all programs, and ours over LLMQ's."""
-    shown = {"today": "today", "fused": "one kernel a pass", "floor": "floor"}
     settings = ("model", "format", "micro-batch", "made again")
-    heads = (*settings, *shown.values(), "LLMQ", *(f"{name} / LLMQ" for name in shown.values()))
+    heads = (*settings, *SHOWN.values(), LLMQ, TORCHAO, *rows[0].ratios)
     cells = [
         (
             row.model,
             row.precision,
             str(row.micro_batch),
             row.recompute,
-            *(f"{one:.2f}" for one in (row.today, row.fused, row.floor, row.llmq)),
-            *("{:.2f} ({:.2f} to {:.2f})".format(*row.ratios[one]) for one in shown),
+            *(f"{one:.2f}" for one in (row.today, row.fused, row.floor, row.llmq, row.torchao)),
+            *("{:.2f} ({:.2f} to {:.2f})".format(*one) for one in row.ratios.values()),
         )
         for row in rows
     ]
