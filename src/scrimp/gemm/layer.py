@@ -313,15 +313,14 @@ def backward(
         operand = for_weight()
         b = _saved_operand(x, backend, uses[1], high_precision(recipe, compute))
         product = backend.weight_product(operand, b, compute, weight.dtype)
-        if total is not None and not layer.is_watched:
-            total.add(product)
-            return grad_x, None
-        is_wide = total is not None and product.adds(total.dtype)
-        grad_weight = product.made(torch.float32 if is_wide else None)
-        _tell(layer, "wgrad", backend, (g, x), uses, grad_weight.to(weight.dtype))
-        if total is not None:
+        if total is None or layer.is_watched:
+            grad_weight = product.made()
+            _tell(layer, "wgrad", backend, (g, x), uses, grad_weight)
+        if total is not None and grad_weight is not None and not product.adds(total.dtype):
             total.add_made(grad_weight)
-            grad_weight = None
+        elif total is not None:
+            total.add(product)
+        grad_weight = grad_weight if total is None else None
     return grad_x, grad_weight
 
 
