@@ -1,25 +1,28 @@
 """Gradients of weights that are added to their sums by the products that make them.
 
 Problem  In a step of several micro-batches a product writes dW, and another kernel reads it, reads the sum, adds and
-         writes: 8 to 16 bytes for each number of a weight, where the sum alone need be read and written. On an H100 that
-         is 4.8 % of a step of a 7B model in bf16 (benchmarks/results/2026-11-27-step-account-h100.md).
-Method   An optimizer leaves a `WeightSum` with each parameter (`set_sum`). Inside `adding`, which a training step of
-         several micro-batches enters, the linear layer of such a weight takes the sum along, its backward function adds
-         to it and hands autograd nothing::
+         writes: 8 bytes for each number of a weight where sums are in bf16, 12 where they are in float32. The sum alone
+         need be read and written.
+Method   An optimizer leaves a `WeightSum` with each matrix that it trains (`set_sum`). Inside `adding`, which a step of
+         several micro-batches enters, the linear layer of such a weight takes the sum along; its backward function adds
+         to it, and hands autograd nothing for the weight::
 
-             first micro-batch   sum = product                          in the type of the sum
-             others              sum = round(sum + G^T X)               by the product itself where one can
+             first micro-batch   sum = G^T X                 in the type of the sum
+             others              sum = round(sum + G^T X)    by the product itself, where one can
 
-         autograd calls the parameter's post-accumulate hooks all the same, and at the same place: whoever waits for the
-         gradient (sums over copies of the model) finds it in the sum. Where no product can add, the sum takes
-         the gradient as it would from autograd, bit for bit.
-Meaning  A product that adds is summed in float32, and not rounded before it is added: in float32 sums of bf16 products
-         the rounding of each gradient to bf16 falls away; bf16 sums are rounded stochastically once, by the
-         same noise as ever.
-Plain    Gradients reach sums through autograd, as before: of DTensors (FSDP2 reduces them first), of grouped layers,
-         embeddings and the head, of layers whose gradients wait (zbv, dualpipev), through pipelines, of steps of one
-         micro-batch, and in every pass that is no training step (proofs before training, statistics, evaluations).
-         A GEMM that is watched is multiplied apart, in float32, and then added: the same bits.
+         autograd calls a parameter's post-accumulate hooks all the same, when it would have had the gradient: whoever
+         waits for it (sums over whole copies) finds it in the sum.
+Who can  torch's product: float32 to float32, on a GPU bf16 to float32 (cuBLAS with beta = 1). Triton's of tiles (fp8,
+         fp4): to both, in bf16 rounded stochastically. Each is tried on its device before it is used. Where none
+         can, a planned layer's gradient is added as autograd's would be, bit for bit, and a plain layer is torch's own.
+Meaning  A product that adds is not rounded to bf16 before it is added, as it is on its way through autograd. bf16 sums
+         are rounded by the noise that they have there.
+Plain    Gradients come through autograd of DTensors (FSDP2 reduces them first), grouped layers, embeddings, the head,
+         transposed weights, in pipelines (whose gradients may wait, `weight_gradients`), in steps of one micro-batch,
+         and in all that is no training step: proofs before training, statistics, memory traces, loops of the user's.
+Watched  What proves a GEMM is given a product apart, beside the one that adds.
+Limits   No product of torch rounds stochastically: bf16 sums of bf16 products are added by `kernels.rounded_sums`. Not
+         run on a GPU yet. On one core of a CPU, in float32, product and addition take 0.84 to 0.93 of their time apart.
 Checked  tests/gemm/test_weight_sums.py, tests/optim/test_summed_products.py
 """
 
@@ -39,6 +42,7 @@ from torch import Tensor
 from scrimp.formats import Noise
 from scrimp.gemm.kernels.launch import may_run
 from scrimp.gemm.problem import DTYPES
+from scrimp.tracing import has_memory
 
 _is_adding = False
 _numbers = itertools.count()
@@ -100,7 +104,8 @@ class WeightSum(ABC):
         self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
         """Stands for it in compiled graphs."""
         self.dtype = like.dtype
-        self.plain = tuple(one for one in DTYPES.values() if adds_plain(like.device, one, like.dtype))
+        types = DTYPES.values() if has_memory(like) else ()
+        self.plain = tuple(one for one in types if adds_plain(like.device, one, like.dtype))
         """Types of torch's products that add to it."""
 
     @abstractmethod
