@@ -2,10 +2,10 @@
 
 Question  Sums of gradients, the loss and AdamW's update are one kernel each. Does each give what the operators give on
           this device, and how near does it come to the memory's speed?
-Passes    `sum`: a bf16 gradient added to a bf16 sum. `product that adds`: wgrad of 4,096 tokens with its sum in float32,
-          beside a product that is added afterwards; of bf16 operands on a GPU. `loss`: cross-entropy of a chunk of logits, and its gradient in
-          their place. `update`: AdamW of weights in bf16 or of masters, averages in each format, clipped; where all is
-          float32 the operators are torch's fused AdamW.
+Passes    `sum`: a bf16 gradient added to a bf16 sum. `product that adds`: wgrad of 4,096 tokens with its sum in
+          float32, beside a product that is added afterwards; of bf16 operands on a GPU. `loss`: cross-entropy of a
+          chunk of logits, and its gradient in their place. `update`: AdamW of weights in bf16 or of masters, averages
+          in each format, clipped; where all is float32 the operators are torch's fused AdamW.
 Right     Bit for bit, of the loss to rounding: both take sums, in another order. On a CPU with MKL the operators'
           square roots are a last place off, and no update is right.
 Speed     Rounds with both in turn (stopwatch.py), as a ratio within each round. Bytes: what the kernel must read and

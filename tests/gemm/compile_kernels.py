@@ -138,7 +138,9 @@ def matmul_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, s
     cases: list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]] = []
     for config in matmul.scaled_matmul_kernel.configs:
         label = f"{config.kwargs['BLOCK_M']}x{config.kwargs['BLOCK_N']} stages {config.num_stages}"
-        cases.append((kernel, label, config.num_warps, config.num_stages, {**common, **config.kwargs}, address))
+        cases.append(
+            (kernel, label, config.num_warps, config.num_stages, {**common, **config.kwargs}, address)
+        )
     _, _, warps, stages, first, _ = cases[0]
     by_tile = {key: value for key, value in first.items() if key != "b_scales_group"}
     by_tile = {**by_tile, "BLOCK_SCALED": False, "b_scales_row": 1}

@@ -8,7 +8,8 @@ Method   A target is what an update changes: the parameter itself or, with `mast
          After the step the parameter is the master rounded to nearest.
          Without master weights the sums of bf16 gradients are rounded stochastically from the second micro-batch
          on: they are right on average. On a GPU one kernel adds and rounds (`scrimp.gemm.kernels.rounded_sums`), where
-         it gave the operators' bits when it was tried.
+         it gave the operators' bits when it was tried. Products that can add to a sum do it themselves, and autograd
+         has no gradient then (`scrimp.gemm.weight_sums`).
 Ranks    Of a parameter that several ranks share (a DTensor) each updates the rows that lie there, by gradients that are
          reduced already: an update of elements needs nobody else. The norm is of all of them::
 
@@ -18,7 +19,7 @@ Ranks    Of a parameter that several ranks share (a DTensor) each updates the ro
          do not depend on the layout.
 State    ``<parameter>.master`` in checkpoints. The count of updates is one integer, and the key of all rounding noise
          with the run's seed and the parameter's name: a resumed run rounds as it would have.
-Checked  tests/optim/test_adamw.py
+Checked  tests/optim/test_adamw.py, tests/optim/test_summed_products.py
 """
 
 from __future__ import annotations
