@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
 from planned_cases import start
@@ -149,6 +152,17 @@ def test_where_nothing_is_added_gradients_are_autograds(case: str) -> None:
     step(model, adds=case in ("waiting", "no sum"))
     assert all(total.total is None for total in totals.values())
     assert all(model.get_parameter(name).grad.shape == size for name, size in SIZES.items())
+
+
+def test_copies_of_parameters_and_files_have_no_sums() -> None:
+    model, file = Net(), io.BytesIO()
+    totals = sums_of(model)
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        step(twin)
+        assert twin.first.weight.grad is not None
+    assert all(total.total is None for total in totals.values())
 
 
 def test_under_autocast_a_cpu_leaves_bf16_to_autograd_and_a_gpu_adds_it() -> None:

@@ -33,7 +33,7 @@ import functools
 import itertools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +108,10 @@ class WeightSum(ABC):
         self.plain = tuple(one for one in types if adds_plain(like.device, one, like.dtype))
         """Types of torch's products that add to it."""
 
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """A copy of a parameter, or one in a file, has no sum."""
+        return _no_sum, ()
+
     @abstractmethod
     def add(self, product: Product) -> None:
         """The gradient of another micro-batch, by the product itself where it can."""
@@ -115,6 +119,10 @@ class WeightSum(ABC):
     @abstractmethod
     def add_made(self, gradient: Tensor) -> None:
         """One that is there."""
+
+
+def _no_sum() -> None:
+    """What a sum is in a copy."""
 
 
 _sums: weakref.WeakValueDictionary[int, WeightSum] = weakref.WeakValueDictionary()
