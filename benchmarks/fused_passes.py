@@ -2,9 +2,10 @@
 
 Question  Sums of gradients, the loss and AdamW's update are one kernel each. Does each give what the operators give on
           this device, and how near does it come to the memory's speed?
-Passes    `sum`: a bf16 gradient added to a bf16 sum. `loss`: cross-entropy of a chunk of logits, and its gradient in
-          their place. `update`: AdamW of weights in bf16 or of masters, averages in each format, clipped; where all is
-          float32 the operators are torch's fused AdamW.
+Passes    `sum`: a bf16 gradient added to a bf16 sum. `product that adds`: wgrad of 4,096 tokens with its sum in
+          float32, beside a product that is added afterwards; of bf16 operands on a GPU. `loss`: cross-entropy of a
+          chunk of logits, and its gradient in their place. `update`: AdamW of weights in bf16 or of masters, averages
+          in each format, clipped; where all is float32 the operators are torch's fused AdamW.
 Right     Bit for bit, of the loss to rounding: both take sums, in another order. On a CPU with MKL the operators'
           square roots are a last place off, and no update is right.
 Speed     Rounds with both in turn (stopwatch.py), as a ratio within each round. Bytes: what the kernel must read and
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from scrimp.formats import Noise
 from scrimp.gemm import kernels
+from scrimp.gemm.weight_sums import add_product
 from scrimp.objectives.cross_entropy import _block
 from scrimp.optim import MomentFormat, Moments, Step
 from scrimp.optim.targets import add_by_operators
@@ -38,7 +40,7 @@ from scrimp.optim.update import update_by_kernel, update_by_operators, update_fu
 OPERATORS, KERNEL = "operators", "kernel"
 NOISE = Noise(5, 3, 11)
 STEP = Step(3, 1e-3, 0.9, 0.95, 1e-8, 0.1, clip=0.7)
-COLUMNS, WORDS = 4096, 131_072
+COLUMNS, WORDS, TOKENS = 4096, 131_072, 4096
 Z_LOSS = 1e-4
 
 
@@ -89,6 +91,7 @@ class Row:
 def passes(numbers: int, device: torch.device) -> Iterator[Callable[[], Pass]]:
     """Each made when it is its turn: together they would not fit."""
     yield partial(sum_pass, numbers, device)
+    yield partial(product_pass, numbers, device)
     yield partial(loss_pass, numbers, device)
     formats: tuple[MomentFormat, ...] = ("bf16", "8bit", "fp32")
     for weight in (torch.bfloat16, torch.float32):
@@ -111,6 +114,22 @@ def sum_pass(numbers: int, device: torch.device) -> Pass:
         KERNEL: lambda total, gradient: kernels.add_rounded(total, gradient, NOISE),
     }
     return Pass("sum, bf16", run, [total, gradient], 1, 2 * total.nbytes + gradient.nbytes)
+
+
+def product_pass(numbers: int, device: torch.device) -> Pass:
+    """A product with its sum, of -1, 0 and 1: what it gives is exact in bf16 too."""
+    total = matrix(numbers, COLUMNS, device, 1)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    g, x = (
+        (0.4 * matrix(TOKENS * width, width, device, seed)).round().to(dtype)
+        for seed, width in enumerate(total.shape, 2)
+    )
+    run: dict[str, Callable[..., object]] = {
+        OPERATORS: lambda total, g, x: total.add_(g.t() @ x),
+        KERNEL: lambda total, g, x: add_product(total, g.t(), x),
+    }
+    moved = 2 * total.nbytes + g.nbytes + x.nbytes
+    return Pass("product that adds", run, [total, g, x], 1, moved, is_exact=dtype == torch.bfloat16)
 
 
 def loss_pass(numbers: int, device: torch.device) -> Pass:

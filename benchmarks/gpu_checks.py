@@ -95,7 +95,8 @@ def check_gemm_tests(session: Session) -> Outcome:
 def check_kernel_tests(session: Session) -> Outcome:
     """Those of the step's own passes, all cases."""
     files = (f"tests/gemm/test_triton_{name}.py" for name in ("sums", "cross_entropy", "adamw"))
-    return tests(session, "tests of the step's own kernels, compiled", *files)
+    sums = ("tests/gemm/test_weight_sums.py", "tests/optim/test_summed_products.py")
+    return tests(session, "tests of the step's own kernels, compiled", *files, *sums)
 
 
 def check_gpu_tests(session: Session) -> Outcome:

@@ -124,26 +124,37 @@ def group_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, st
 
 
 def matmul_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
-    """Every configuration that autotuning tries, and other types and promotion once each."""
+    """Every configuration that autotuning tries, storing and adding; other types and promotion once each."""
     kernel = matmul.scaled_matmul_kernel.fn
     common = {
         "a_scales_row": 1,
         "EVEN_K": True,
         "PROMOTE_EVERY": 128,
+        "ADDS": False,
         "BLOCK_SCALED": True,
         "b_scales_group": 1,
     }
+    address = dict.fromkeys(ANY_NUMBER, "i64")
     cases: list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]] = []
     for config in matmul.scaled_matmul_kernel.configs:
         label = f"{config.kwargs['BLOCK_M']}x{config.kwargs['BLOCK_N']} stages {config.num_stages}"
-        cases.append((kernel, label, config.num_warps, config.num_stages, {**common, **config.kwargs}, {}))
+        cases.append(
+            (kernel, label, config.num_warps, config.num_stages, {**common, **config.kwargs}, address)
+        )
     _, _, warps, stages, first, _ = cases[0]
     by_tile = {key: value for key, value in first.items() if key != "b_scales_group"}
     by_tile = {**by_tile, "BLOCK_SCALED": False, "b_scales_row": 1}
-    cases.append((kernel, "tiles", warps, stages, by_tile, {}))
-    cases.append((kernel, "tiles e5m2", warps, stages, by_tile, {"a": "*fp8e5"}))
-    cases.append((kernel, "tiles ragged", warps, stages, {**by_tile, "EVEN_K": False}, {"c": "*fp32"}))
-    cases.append((kernel, "tiles promoted every 32", warps, stages, {**by_tile, "PROMOTE_EVERY": 32}, {}))
+    ragged, every_32 = {**by_tile, "EVEN_K": False}, {**by_tile, "PROMOTE_EVERY": 32}
+    cases.append((kernel, "tiles", warps, stages, by_tile, address))
+    cases.append((kernel, "tiles e5m2", warps, stages, by_tile, {"a": "*fp8e5", **address}))
+    cases.append((kernel, "tiles ragged", warps, stages, ragged, {"c": "*fp32", **address}))
+    cases.append((kernel, "tiles promoted every 32", warps, stages, every_32, address))
+    for config in matmul.scaled_matmul_kernel.configs:
+        for kind in ("bf16", "fp32"):
+            label = f"{config.kwargs['BLOCK_M']}x{config.kwargs['BLOCK_N']} stages {config.num_stages} adds {kind}"
+            adds = {**by_tile, **config.kwargs, "ADDS": True}
+            types = {"c": f"*{kind}", **address}
+            cases.append((kernel, label, config.num_warps, config.num_stages, adds, types))
     return cases
 
 

@@ -104,3 +104,17 @@ def test_the_product_runs_on_hoppers_tensor_cores_in_every_configuration() -> No
     products = [case for case in compiled(HOPPER) if case["kernel"] == "scaled_matmul_kernel"]
     assert len(products) > 6
     assert not names([case for case in products if not case["wgmma"]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [89, HOPPER, 100, 120])
+def test_products_that_add_take_what_those_take_that_store(capability: int) -> None:
+    """On data-center Blackwell up to 64 bytes of a thread's 255 registers lie on the stack, as 16 of a ragged one."""
+    products = {
+        case["case"]: case for case in compiled(capability) if case["kernel"] == "scaled_matmul_kernel"
+    }
+    adding = {name: case for name, case in products.items() if " adds " in name}
+    assert len(adding) == 12
+    assert not names([case for case in adding.values() if case["stack"] > (64 if capability == 100 else 0)])
+    for name, case in adding.items():
+        assert case["shared"] <= products[name.partition(" adds ")[0]]["shared"] + 1024

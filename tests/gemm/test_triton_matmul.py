@@ -11,7 +11,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 from triton_cases import DEVICE, TILE, sums_step
 
 from scrimp.errors import PlanError
-from scrimp.gemm.kernels import quantize_blocks, quantize_tiles, scaled_matmul
+from scrimp.formats import Noise
+from scrimp.gemm.kernels import add_scaled_matmul, quantize_blocks, quantize_tiles, scaled_matmul
+from scrimp.optim.targets import add_by_operators
 
 
 def operands(
@@ -138,3 +140,44 @@ def test_operands_that_do_not_fit_are_refused_by_name() -> None:
         scaled_matmul(a, sa, b, sb, torch.float16)
     with pytest.raises(PlanError, match="promote_every"):
         scaled_matmul(a, sa, b, sb, promote_every=64)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(70, 200, 300), (3, 130, 17)], ids=lambda size: str(size))
+@pytest.mark.parametrize("is_block", [False, True], ids=["tiles", "blocks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_product_that_adds_is_one_in_float32_that_is_added_and_rounded(
+    m: int, n: int, k: int, is_block: bool, dtype: torch.dtype
+) -> None:
+    """Bit for bit, by torch's operators, with NaN and infinity in the sum and in the operands."""
+    codes = operands(m, n, k, "e5m2", "e4m3", is_block)
+    codes[1][1, 0] = float("nan")
+    generator = torch.Generator().manual_seed(3)
+    total = (torch.randn(m, n, generator=generator) * 1e3).to(dtype)
+    total[0, :3] = torch.tensor([float("inf"), float("nan"), -float("inf")])
+    total[2, :2] = torch.tensor([-0.0, 3e38])
+    product, found = scaled_matmul(*codes, torch.float32).cpu(), total.to(DEVICE, copy=True)
+    noise = Noise(2**63 + 5, 2**40, 7) if dtype == torch.bfloat16 else None
+    add_scaled_matmul(found, *codes, noise)
+    expected = total.clone()
+    if noise is None:
+        expected += product
+    else:
+        add_by_operators(expected, product, noise)
+    assert expected.isnan().sum() > n
+    assert torch.equal(found.cpu().nan_to_num(0.125), expected.nan_to_num(0.125))
+    assert torch.equal(found.cpu().isnan(), expected.isnan())
+
+
+def test_sums_that_a_product_does_not_fit_are_refused() -> None:
+    codes = operands(6, 5, 128, "e4m3", "e4m3", is_block=False)
+    sums = torch.zeros(6, 5, device=DEVICE)
+    for total, noise in (
+        (sums[:, :4], None),
+        (sums[:5], None),
+        (sums, Noise()),
+        (sums.bfloat16(), None),
+        (sums.bfloat16(), Noise(columns=(range(2), range(6, 9)))),
+        (sums.half(), None),
+    ):
+        with pytest.raises(PlanError):
+            add_scaled_matmul(total, *codes, noise)

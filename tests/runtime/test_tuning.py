@@ -35,9 +35,10 @@ def test_a_bucket_is_the_next_power_of_two(size: int, expected: int) -> None:
 
 
 def test_the_bytes_of_trying_are_those_of_operands_result_and_timer() -> None:
+    """The result twice: one that is added to must be put back between two tries."""
     codes, scales, result = (300 + 200) * 260, 4 * 3 * (300 + 200), 2 * 300 * 200
-    assert tuning_bytes(300, 200, 260, torch.bfloat16) == codes + scales + result + 256 * 2**20
-    assert tuning_bytes(300, 200, 260, torch.float32) == codes + scales + 2 * result + 256 * 2**20
+    assert tuning_bytes(300, 200, 260, torch.bfloat16) == codes + scales + 2 * result + 256 * 2**20
+    assert tuning_bytes(300, 200, 260, torch.float32) == codes + scales + 4 * result + 256 * 2**20
 
 
 def test_all_sizes_of_a_run_and_its_proof_are_tried_but_of_kernels_with_tiles_only() -> None:
@@ -49,6 +50,16 @@ def test_all_sizes_of_a_run_and_its_proof_are_tried_but_of_kernels_with_tiles_on
     head = {one.shape.m for one in found if one.recipe == "fp4" and one.gemm == "fprop"}
     assert head == {200, 512 % 200, 128}
     assert tuned_gemms(plan, UNTIED, reference_only, GPU, tokens=512, out=torch.bfloat16) == []
+
+
+def test_products_that_add_are_tried_in_the_type_of_their_sums() -> None:
+    plan, _ = realised("fp8,head=fp4", "fp32", UNTIED)
+    found = tuned_gemms(plan, UNTIED, by_triton, GPU, tokens=512, out=torch.bfloat16, sums=torch.float32)
+    wide = {one.shape.k for one in found if one.out == torch.float32}
+    assert wide == {512}, "the probe adds to no sum"
+    assert {(one.gemm, one.recipe) for one in found if one.out == torch.float32} == {("wgrad", "fp8")}
+    alike = tuned_gemms(plan, UNTIED, by_triton, GPU, tokens=512, out=torch.bfloat16, sums=torch.bfloat16)
+    assert alike == tuned_gemms(plan, UNTIED, by_triton, GPU, tokens=512, out=torch.bfloat16)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from scrimp.gemm.problem import compute_dtype
 from scrimp.gemm.recompute import is_running_again, run_again, run_again_before
 from scrimp.gemm.select import Recorded, backends_for, refuse_unrunnable
 from scrimp.gemm.stored_weight import StoredWeight, store, stored_values
+from scrimp.gemm.summed_linear import SummedLinear
 from scrimp.precision import LinearPrecision
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "PlannedModel",
     "Recorded",
     "StoredWeight",
+    "SummedLinear",
     "adapt",
     "backends_for",
     "changed_gemms",

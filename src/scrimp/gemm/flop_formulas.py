@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from scrimp.gemm import operators
+from scrimp.gemm import operators, summed_linear
 
 
 @functools.cache
@@ -20,9 +20,10 @@ def register_flop_formulas() -> None:
     """Teach `torch.utils.flop_counter.FlopCounterMode` the planned operators and torch's scaled products."""
     from torch.utils.flop_counter import register_flop_formula
 
-    assert operators.planned_forward  # the import defines the operators
+    assert operators.planned_forward, summed_linear.summed_backward  # the imports define the operators
     register_flop_formula([torch.ops.scrimp.planned_forward])(_forward)
     register_flop_formula([torch.ops.scrimp.planned_backward])(_backward)
+    register_flop_formula([torch.ops.scrimp.summed_backward])(_summed)
     register_flop_formula([torch.ops.aten._scaled_mm_v2])(_scaled)
 
 
@@ -41,10 +42,18 @@ def _backward(
     compute: torch.dtype,
     needs_x: bool,
     needs_weight: bool,
+    total_shape: Any = None,
     **kwargs: Any,
 ) -> int:
     """dgrad and wgrad, each where it is needed."""
     return int(2 * math.prod(g_shape) * weight_shape[1] * (needs_x + needs_weight))
+
+
+def _summed(
+    g_shape: Any, x_shape: Any, weight_shape: Any, handle_shape: Any, needs_x: bool, **kwargs: Any
+) -> int:
+    """dgrad where it is needed, and wgrad."""
+    return int(2 * math.prod(g_shape) * weight_shape[1] * (needs_x + 1))
 
 
 def _scaled(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:

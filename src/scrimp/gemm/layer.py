@@ -26,6 +26,7 @@ from scrimp.gemm.observe import Execution, is_every_run_observed, is_observed, r
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, high_precision, operands_of, shape_of
 from scrimp.gemm.storage import saved_class
 from scrimp.gemm.stored_weight import StoredWeight
+from scrimp.gemm.weight_sums import WeightSum
 from scrimp.precision import (
     GEMMS,
     HIGH_PRECISION,
@@ -286,12 +287,14 @@ def backward(
     *,
     needs_x: bool,
     needs_weight: bool,
+    total: WeightSum | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """dX in the compute type and dW in the weight's, each where it is needed.
 
     Args:
         x: the saved input, or its codes.
         now: the clock at the forward pass.
+        total: what dW is added to instead of being returned.
     """
     for_x, for_weight = _gradient_operands(g, weight, layer, compute, now, needs_x, needs_weight)
     grad_x = grad_weight = None
@@ -309,8 +312,15 @@ def backward(
         backend = layer.backend(recipe, "wgrad", len(g), weight)
         operand = for_weight()
         b = _saved_operand(x, backend, uses[1], high_precision(recipe, compute))
-        grad_weight = backend.multiply("wgrad", operand, b, compute).to(weight.dtype)
-        _tell(layer, "wgrad", backend, (g, x), uses, grad_weight)
+        product = backend.weight_product(operand, b, compute, weight.dtype)
+        if total is None or layer.is_watched:
+            grad_weight = product.made()
+            _tell(layer, "wgrad", backend, (g, x), uses, grad_weight)
+        if total is not None and grad_weight is not None and not product.adds(total.dtype):
+            total.add_made(grad_weight)
+        elif total is not None:
+            total.add(product)
+        grad_weight = grad_weight if total is None else None
     return grad_x, grad_weight
 
 

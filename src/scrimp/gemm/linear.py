@@ -31,8 +31,9 @@ from scrimp.gemm.observe import is_plain_observed
 from scrimp.gemm.problem import DTYPE_NAMES, compute_dtype, high_precision
 from scrimp.gemm.recompute import is_handled, only_saves, run_again_before
 from scrimp.gemm.storage import RECOMPUTED
-from scrimp.gemm.stored_weight import plain_linear
+from scrimp.gemm.summed_linear import summed_linear
 from scrimp.gemm.weight_gradients import make_later
+from scrimp.gemm.weight_sums import WeightSum, sum_for
 from scrimp.precision import HIGH_PRECISION, RECOMPUTE
 
 
@@ -108,13 +109,14 @@ def planned_linear(
     _check(x, weight, layer, compute)
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling and runs_plain(x, layer):
-        return plain_linear(x, weight, bias)
+        return summed_linear(x, weight, bias, layer)
     needs_grad = torch.is_grad_enabled()
+    total = None if splits else sum_for(weight)
     function = operators.CompiledLinear if is_compiling else _Linear
     matrix = x[None] if x.dim() == 1 else x.flatten(0, -2)
     # In a tuple: of an input without a gradient autograd would call the weight's hooks all the same.
     given = (weight,) if splits else weight
-    y = cast(Tensor, function.apply(matrix, given, layer, compute, needs_grad))  # type: ignore[no-untyped-call]
+    y = cast(Tensor, function.apply(matrix, given, layer, compute, needs_grad, total))  # type: ignore[no-untyped-call]
     if bias is not None:
         y = y + bias.to(compute)
     return y.view(*x.shape[:-1], weight.shape[0])
@@ -150,6 +152,7 @@ class _Linear(torch.autograd.Function):
         layer: PlannedLayer,
         compute: torch.dtype,
         needs_grad: bool,
+        total: WeightSum | None,
     ) -> Tensor:
         splits = isinstance(given, tuple)
         weight = given[0] if isinstance(given, tuple) else given
@@ -170,7 +173,7 @@ class _Linear(torch.autograd.Function):
                 codes = store_input(x, weight, layer, compute) if keeps_codes else None
             else:
                 y, codes = forward(x, weight, layer, compute, keep_codes=keeps_codes)
-        ctx.layer, ctx.compute, ctx.now = layer, compute, layer.clock.now
+        ctx.layer, ctx.compute, ctx.now, ctx.total = layer, compute, layer.clock.now, total
         ctx.input_dtype = x.dtype
         ctx.codes_like = None if codes is None else codes.without_tensors()
         kept: list[Tensor | None] = [None if splits else weight]
@@ -194,12 +197,12 @@ class _Linear(torch.autograd.Function):
 
         def gradients(needs_x: bool, needs_weight: bool) -> tuple[Tensor | None, Tensor | None]:
             with torch.autocast(g.device.type, enabled=False):
-                return backward(*operands, needs_x=needs_x, needs_weight=needs_weight)
+                return backward(*operands, needs_x=needs_x, needs_weight=needs_weight, total=ctx.total)
 
         grad_x, grad_weight = gradients(needs_x, needs_weight)
         if ctx.split_weight is not None:
             make_later(weight, lambda: cast(Tensor, gradients(False, True)[1]))
-        return None if grad_x is None else grad_x.to(ctx.input_dtype), grad_weight, None, None, None
+        return None if grad_x is None else grad_x.to(ctx.input_dtype), grad_weight, None, None, None, None
 
 
 def _check_devices(x: Tensor, weight: Tensor, bias: Tensor | None, layer: PlannedLayer) -> None:

@@ -18,6 +18,7 @@ from scrimp.gemm.adapted import AdaptedLinear
 from scrimp.gemm.grouped import GroupedLinear
 from scrimp.gemm.split_linear import SplitLinear
 from scrimp.gemm.stored_weight import StoredLinear
+from scrimp.gemm.summed_linear import SummedLinear
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -55,7 +56,7 @@ def has_own_forward(layer: nn.Module) -> bool:
     keep a plan out: another library may have given this one object a forward."""
     kind = _conv1d() if is_transposed(layer) else GroupedLinear
     kind = nn.Linear if isinstance(layer, nn.Linear) else kind
-    own = (SplitLinear.forward, AdaptedLinear.forward, StoredLinear.forward)
+    own = (SummedLinear.forward, SplitLinear.forward, AdaptedLinear.forward, StoredLinear.forward)
     known = (cast(type[nn.Module], kind).forward, *own)
     return "forward" in vars(layer) or type(layer).forward not in known
 

@@ -21,6 +21,7 @@ from scrimp.formats import QuantizedTensor
 from scrimp.gemm.layer import PlannedLayer, backward, forward, layer_of
 from scrimp.gemm.problem import high_precision
 from scrimp.gemm.storage import CODES, RECOMPUTED, pack, unpack
+from scrimp.gemm.weight_sums import WeightSum, sum_of
 from scrimp.precision import capacity
 
 
@@ -56,8 +57,9 @@ def planned_backward(
     compute: torch.dtype,
     needs_x: bool,
     needs_weight: bool,
+    total: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """dX and dW; an empty tensor for what is not needed."""
+    """dX and dW; an empty tensor for what is not needed, and for dW where it is added to the sum of a handle."""
     layer = layer_of(handle)
     saved: Tensor | QuantizedTensor = x
     if packed.numel():
@@ -73,6 +75,7 @@ def planned_backward(
             (step, first_row),
             needs_x=needs_x,
             needs_weight=needs_weight,
+            total=None if total is None else sum_of(total),
         )
     nothing = g.new_empty(0)
     return nothing if grad_x is None else grad_x, nothing.clone() if grad_weight is None else grad_weight
@@ -89,9 +92,10 @@ def _(
     compute: torch.dtype,
     needs_x: bool,
     needs_weight: bool,
+    total: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     grad_x = g.new_empty(g.shape[0], weight.shape[1], dtype=compute) if needs_x else g.new_empty(0)
-    return grad_x, torch.empty_like(weight) if needs_weight else g.new_empty(0)
+    return grad_x, torch.empty_like(weight) if needs_weight and total is None else g.new_empty(0)
 
 
 class CompiledLinear(torch.autograd.Function):
@@ -99,7 +103,13 @@ class CompiledLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, layer: PlannedLayer, compute: torch.dtype, needs_grad: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        layer: PlannedLayer,
+        compute: torch.dtype,
+        needs_grad: bool,
+        total: WeightSum | None,
     ) -> Tensor:
         saves = needs_grad and weight.requires_grad
         kind = layer.saved_class if saves else RECOMPUTED
@@ -110,21 +120,24 @@ class CompiledLinear(torch.autograd.Function):
             # Bytes of its own: a graph that kept the operator's would run the product again for them.
             packed = x.new_empty(0, dtype=torch.uint8)
             kept = x.to(high_precision(kind, compute)) if saves else kept
-        ctx.save_for_backward(kept, packed, weight, layer.handle, now)
+        handles = [] if total is None else [total.handle]
+        ctx.save_for_backward(kept, packed, weight, layer.handle, now, *handles)
         ctx.compute, ctx.input_dtype = compute, x.dtype
         return cast(Tensor, y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        kept, packed, weight, handle, now = ctx.saved_tensors
+        kept, packed, weight, handle, now, *totals = ctx.saved_tensors
+        total = totals[0] if totals else None
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_x, grad_weight = planned_backward(
-            g, kept, packed, weight, handle, now, ctx.compute, needs_x, needs_weight
+            g, kept, packed, weight, handle, now, ctx.compute, needs_x, needs_weight, total
         )
         return (
             grad_x.to(ctx.input_dtype) if needs_x else None,
-            grad_weight if needs_weight else None,
+            grad_weight if needs_weight and total is None else None,
+            None,
             None,
             None,
             None,

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from scrimp.config.activations import Activations
-from scrimp.gemm import FactoredLinear, recomputed, run_again, run_again_before
+from scrimp.gemm import FactoredLinear, SummedLinear, recomputed, run_again, run_again_before
 from scrimp.models.attention import AttentionLayout, attend, attention_operators
 from scrimp.models.functions import at_least_float32, rms_norm, swiglu
 from scrimp.models.spec import AttentionSpec, LinearSpec
@@ -49,7 +49,7 @@ class Place:
     dtype: torch.dtype = torch.float32
 
 
-class Linear(nn.Linear):
+class Linear(SummedLinear):
     """A linear layer that leaves its memory uninitialised: every weight is set later by name."""
 
     def reset_parameters(self) -> None:

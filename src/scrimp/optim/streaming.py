@@ -126,7 +126,6 @@ class StreamedAdamW(AdamW):
         self._names: dict[int, list[str]] = {block: [] for block in homes.away}
         self._host_weights: dict[str, _HostWeight] = {}
         """Host values of the parameters that the CPU updates."""
-        self._slots: dict[str, GradientSlot] = {}
         super().__init__(parameters, settings, seed=seed)
         slots = {block: [self.slot(name) for name in self._names[block]] for block in sorted(homes.gradients)}
         self.host_gradients = HostGradients(slots, homes.arena, homes.link)
@@ -159,26 +158,21 @@ class StreamedAdamW(AdamW):
         weight = self._host_weights[name] = _HostWeight(parameter, place, guest is None)
         if guest is None:
             weight.values.copy_(parameter.detach())
-        target, slot = weight.values, OwnGradient(parameter)
+        target: Tensor = weight.values
+        slot: GradientSlot = OwnGradient(parameter)
         if self._settings.master_weights:
             target = self._settled(target.float())
             like = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-            self._slots[name] = HeldGradient(like)
-        elif parameter.dtype == torch.float32:
-            self._slots[name] = slot
+            slot = HeldGradient(like)
         self._targets[name] = target
         zeros = Moments.zeros(moment_format(self._settings, target.dtype), target).tensors()
         self._moments[name] = Moments.over({key: self._settled(tensor) for key, tensor in zeros.items()})
-        self._collect(name, parameter, self._slots.get(name, slot))
+        self._collect(name, parameter, slot)
 
     def _settled(self, tensor: Tensor) -> Tensor:
         """A copy of a host tensor in the arena."""
         home = self._homes.arena.take(tensor.nbytes).view(tensor.shape, tensor.dtype)
         return home.copy_(tensor)
-
-    def slot(self, name: str) -> GradientSlot:
-        """Like `AdamW.slot`; what the CPU updates has its sum on the device all the same."""
-        return self._slots.get(name) or super().slot(name)
 
     # -- a step --------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ Method   A target is what an update changes: the parameter itself or, with `mast
          After the step the parameter is the master rounded to nearest.
          Without master weights the sums of bf16 gradients are rounded stochastically from the second micro-batch
          on: they are right on average. On a GPU one kernel adds and rounds (`scrimp.gemm.kernels.rounded_sums`), where
-         it gave the operators' bits when it was tried.
+         it gave the operators' bits when it was tried. Products that can add to a sum do it themselves, and autograd
+         has no gradient then (`scrimp.gemm.weight_sums`).
 Ranks    Of a parameter that several ranks share (a DTensor) each updates the rows that lie there, by gradients that are
          reduced already: an update of elements needs nobody else. The norm is of all of them::
 
@@ -18,7 +19,7 @@ Ranks    Of a parameter that several ranks share (a DTensor) each updates the ro
          do not depend on the layout.
 State    ``<parameter>.master`` in checkpoints. The count of updates is one integer, and the key of all rounding noise
          with the run's seed and the parameter's name: a resumed run rounds as it would have.
-Checked  tests/optim/test_adamw.py
+Checked  tests/optim/test_adamw.py, tests/optim/test_summed_products.py
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from scrimp.formats import Noise
 from scrimp.gemm import kernels
 from scrimp.gemm.backends.operands import has_triton
 from scrimp.gemm.kernels.launch import INPUT_TYPES, may_run
+from scrimp.gemm.weight_sums import Product, WeightSum, set_sum
 from scrimp.optim.moments import as_matrix
 from scrimp.optim.stochastic_rounding import to_bf16
 from scrimp.optim.update import Workspace
@@ -49,14 +51,53 @@ from scrimp.statistics import UpdateRule
 from scrimp.world import group_device
 
 
-class RoundedSum:
+class SumSlot:
     """Where the sum of one parameter's gradients is found (a `GradientSlot`)."""
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
         self.sum: Tensor | None = None
-        self.count = 0
-        """Micro-batches in it: each has noise of its own."""
+
+
+class SlotSum(WeightSum):
+    """Adds up the gradients of one parameter in a slot.
+
+    Args:
+        noise: of the n-th gradient's rounding; None: the sum is in float32.
+    """
+
+    def __init__(self, slot: GradientSlot, noise: Callable[[int], Noise] | None) -> None:
+        super().__init__(slot.like)
+        self._slot, self._noise = slot, noise
+        self._count = 0
+
+    def add(self, product: Product) -> None:
+        """The next gradient; the first is the sum."""
+        total = self._slot.sum
+        if total is None or not product.adds(total.dtype):
+            self.add_made(product.made(self.dtype if total is None else None))
+        else:
+            product.add(total, self._next())
+
+    def add_made(self, gradient: Tensor) -> None:
+        """The next gradient; the first is the sum."""
+        total = self._slot.sum
+        noise = self._next()
+        if total is None:
+            self._slot.sum = gradient.to(self.dtype)
+        elif noise is None:
+            total += gradient
+        else:
+            add_rounded(total, gradient, noise)
+
+    def clear(self) -> None:
+        """No gradient is there any more."""
+        self._slot.sum, self._count = None, 0
+
+    def _next(self) -> Noise | None:
+        """Noise of the next rounding, which each gradient has of its own."""
+        self._count += 1
+        return None if self._noise is None else self._noise(self._count)
 
 
 class Targets(ABC):
@@ -86,8 +127,10 @@ class Targets(ABC):
         """What lies here of each."""
         self._targets: dict[str, Tensor] = {}
         """What is updated: parameters, or their masters."""
-        self._rounded_sums: dict[str, RoundedSum] = {}
-        """Sums of the gradients of bf16 parameters without masters."""
+        self._slots: dict[str, GradientSlot] = {}
+        """Where the sums of gradients are found."""
+        self._sums: dict[str, SlotSum] = {}
+        """What adds them up."""
         self.num_updates = 0
         self.ranks: dist.ProcessGroup | None = None
         """Ranks whose gradients are of one step; None: all."""
@@ -107,13 +150,17 @@ class Targets(ABC):
         self._collect(name, parameter, OwnGradient(target))
 
     def _collect(self, name: str, parameter: nn.Parameter, slot: GradientSlot) -> None:
-        """Sum the gradients of a parameter in a slot, where autograd is not to sum them."""
+        """Sum the gradients of a parameter in a slot: products that can, hooks where autograd is not to, else it."""
         whole = self._whole[name]  # FSDP2 calls its hooks with the reduced gradient of this rank's rows
-        if self._settings.master_weights:
-            whole.register_post_accumulate_grad_hook(_collect_into(slot))
-        elif parameter.dtype == torch.bfloat16:
-            self._rounded_sums[name] = RoundedSum(parameter)
-            whole.register_post_accumulate_grad_hook(self._collect_rounded(name))
+        has_masters, noise = self._settings.master_weights, None
+        if not has_masters and parameter.dtype == torch.bfloat16:
+            slot, noise = SumSlot(parameter), functools.partial(self._noise, "sum", name)
+        self._slots[name] = slot
+        self._sums[name] = total = SlotSum(slot, noise)
+        if has_masters or noise is not None:
+            whole.register_post_accumulate_grad_hook(_collect_into(total))
+        if whole.dim() == 2 and not _is_shared(whole):
+            set_sum(whole, total)
 
     def gradient_norm(self) -> float:
         """Global 2-norm of the gradients, of all ranks where they share any; waits for the device."""
@@ -155,8 +202,8 @@ class Targets(ABC):
 
     def zero_grad(self) -> None:
         """Free the gradients."""
-        for rounded in self._rounded_sums.values():
-            rounded.sum, rounded.count = None, 0
+        for total in self._sums.values():
+            total.clear()
         for tensor in (*self._targets.values(), *self._parameters.values(), *self._whole.values()):
             tensor.grad = None
 
@@ -203,7 +250,7 @@ class Targets(ABC):
         """Parameter name to accumulated gradient, of what lies here, where there is one."""
         self._take_over()
         found = {
-            name: self._rounded_sums[name].sum if name in self._rounded_sums else target.grad
+            name: slot.sum if isinstance(slot := self._slots[name], SumSlot) else target.grad
             for name, target in self._targets.items()
         }
         return {name: gradient for name, gradient in found.items() if gradient is not None}
@@ -224,7 +271,7 @@ class Targets(ABC):
 
     def slot(self, name: str) -> GradientSlot:
         """Where the sum of a parameter's gradients is found while it is on the device."""
-        return self._rounded_sums.get(name) or OwnGradient(self._targets[name])
+        return self._slots[name]
 
     def clip_factor(self, norm: float) -> float:
         """What `clip` multiplies gradients of this norm by."""
@@ -259,36 +306,17 @@ class Targets(ABC):
         row, column = (*self._tensor_parts[name].offsets, 0, 0)[:2]
         return dataclasses.replace(noise, first_row=row, first_column=column)
 
-    def _collect_rounded(self, name: str) -> Callable[[Tensor], None]:
-        """Sum bf16 gradients of micro-batches with stochastic rounding; autograd would round to nearest."""
-
-        def hook(parameter: Tensor) -> None:
-            if parameter.grad is None:  # it is made later
-                return
-            gradient, parameter.grad = part_of(parameter.grad).local, None
-            rounded = self._rounded_sums[name]
-            rounded.count += 1
-            if rounded.sum is None:
-                rounded.sum = gradient
-            else:
-                add_rounded(rounded.sum, gradient, self._noise("sum", name, rounded.count))
-
-        return hook
-
 
 def _is_shared(parameter: Tensor) -> bool:
     return hasattr(parameter, "device_mesh")
 
 
-def _collect_into(slot: GradientSlot) -> Callable[[Tensor], None]:
+def _collect_into(total: SlotSum) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
-        if parameter.grad is None:  # it is made later (`scrimp.gemm.weight_gradients`)
+        if parameter.grad is None:  # it is made later, or its product added it (`scrimp.gemm.weight_sums`)
             return
         gradient, parameter.grad = part_of(parameter.grad).local, None
-        if slot.sum is None:
-            slot.sum = gradient.float()
-        else:
-            slot.sum += gradient
+        total.add_made(gradient)
 
     return hook
 

@@ -109,7 +109,7 @@ class Tuned:
     recipe: str
     shape: Shape
     out: torch.dtype
-    """Type of the product: the working format of the run."""
+    """Type of the product: the working format of the run, or that of sums of gradients."""
 
     @property
     def nbytes(self) -> int:
@@ -126,22 +126,26 @@ def tuned_gemms(
     tokens: int,
     head_tokens: int = 0,
     out: torch.dtype,
+    sums: torch.dtype | None = None,
 ) -> list[Tuned]:
     """What is to be tried for a plan before it runs: in its own sizes, in the head's last chunk, and in the probe's.
 
     Args:
         out: what its GEMMs multiply into. Others as of `choose_backends`.
+        sums: what wgrad adds to besides (`scrimp.gemm.weight_sums`); None: nothing.
     """
     chunk = head_tokens or tokens
     # The probe computes its loss in one chunk.
     sizes = {(tokens, min(chunk, tokens)), (PLANNED_PROBE_TOKENS, PLANNED_PROBE_TOKENS)}
     sizes |= {(tokens, tokens % chunk)} if tokens % chunk else set()
-    found: dict[tuple[str, str, Shape], Tuned] = {}
+    found: dict[tuple[str, str, Shape, torch.dtype], Tuned] = {}
     for rows, head_rows in sorted(sizes):
-        for _, recipe, gemm, shape in _quantized(plan, architecture, rows, head_rows):
-            one = Tuned(choose(recipe, gemm, shape, device), gemm, recipe, shape, out)
-            if one.nbytes:
-                found[recipe, gemm, shape] = one
+        for row, recipe, gemm, shape in _quantized(plan, architecture, rows, head_rows):
+            adds = gemm == "wgrad" and rows == tokens and not row.endswith(f" {HEAD}")
+            for type_ in {out, sums if adds and sums is not None else out}:
+                one = Tuned(choose(recipe, gemm, shape, device), gemm, recipe, shape, type_)
+                if one.nbytes:
+                    found[recipe, gemm, shape, type_] = one
     return list(found.values())
 
 

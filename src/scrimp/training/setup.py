@@ -155,7 +155,7 @@ class Decisions:
         plans = [plan for plan in self._plans() if _quantizes(plan)]
         if not plans:  # nothing is quantized: no back end is asked for, and no device
             return []
-        choose = self.backends()
+        choose, has_masters = self.backends(), self.config.optimizer.master_weights
         return [
             one
             for plan in plans
@@ -167,6 +167,7 @@ class Decisions:
                 tokens=self.micro_batch_tokens,
                 head_tokens=self.config.train.loss_chunk,
                 out=DTYPES[self.config.precision_rules.compute],
+                sums=torch.float32 if has_masters else DTYPES[self.config.train.parameters],
             )
         ]
 

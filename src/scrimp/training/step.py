@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from scrimp.data import Batch, Loader
+from scrimp.gemm.weight_sums import adding
 from scrimp.health import record
 from scrimp.runtime.memory import ArenaTooSmallError
 from scrimp.runtime.passes import run_passes
@@ -128,7 +129,11 @@ class Stepper:
         was changed to one that takes less."""
         run = self.run
         try:
-            with run.decisions.world.meeting_elsewhere(), self._proof.around(len(batches)):
+            with (
+                run.decisions.world.meeting_elsewhere(),
+                self._proof.around(len(batches)),
+                adding(len(batches) > 1 and run.executable.stages is None),
+            ):
                 return run_passes(
                     run.executable, batches, num_targets, step=run.step, first_row=run.first_row
                 )

@@ -9,6 +9,7 @@ pass, and back.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from scrimp.formats import QuantizedTensor
 from scrimp.gemm.problem import Shape, Use
+from scrimp.gemm.weight_sums import Product
 
 
 class Backend(ABC):
@@ -48,6 +50,15 @@ class Backend(ABC):
     def multiply(self, gemm: str, a: Any, b: Any, out: torch.dtype) -> Tensor:
         """The product of two prepared operands."""
 
+    def weight_product(self, a: Any, b: Any, compute: torch.dtype, weight: torch.dtype) -> Product:
+        """wgrad of two prepared operands, which may add itself to a sum.
+
+        Args:
+            compute: what GEMMs multiply into.
+            weight: the type of the weight.
+        """
+        return _Apart(self, a, b, compute, weight)
+
     def prepare_pair(self, x: Tensor, first: Use, second: Use) -> tuple[Any, Any] | None:
         """Two operands of one tensor in one pass over memory; None where that saves nothing, and they are
         better made one after the other."""
@@ -64,3 +75,19 @@ class Backend(ABC):
     @abstractmethod
     def load(self, codes: QuantizedTensor) -> Any:
         """The operand that kept codes stand for."""
+
+
+@dataclass(frozen=True)
+class _Apart(Product):
+    """wgrad by a back end that adds nothing."""
+
+    backend: Backend
+    a: Any
+    b: Any
+    compute: torch.dtype
+    weight: torch.dtype
+
+    def made(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Rounded to the weight's type first."""
+        found = self.backend.multiply("wgrad", self.a, self.b, self.compute).to(self.weight)
+        return found.to(dtype or self.weight)

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,7 @@ from scrimp.gemm.backends.operands import (
     to_stored,
 )
 from scrimp.gemm.problem import AXES, Shape, Use, multiply, operands_of
+from scrimp.gemm.weight_sums import PlainProduct, Product
 from scrimp.precision import Operand
 
 QUANTIZED = ("tensor", "row", "tile", "block")
@@ -128,6 +130,13 @@ class TorchBackend(Backend):
         """Stored codes are what the kernels read."""
         k = codes.shape[codes.axis]
         return _Codes(codes.payload, codes.scales, codes.tensor_scale, codes.operand, k)
+
+    def weight_product(self, a: Any, b: Any, compute: torch.dtype, weight: torch.dtype) -> Product:
+        """Of plain operands one that may add itself."""
+        if isinstance(a, _Plain) and isinstance(b, _Plain) and a.values.dtype == compute:
+            check_same_device(a.values, b.values)
+            return PlainProduct(a.values, b.values, weight)
+        return super().weight_product(a, b, compute, weight)
 
     def multiply(self, gemm: str, a: _Plain | _Codes, b: _Plain | _Codes, out: torch.dtype) -> Tensor:
         """A B^T.

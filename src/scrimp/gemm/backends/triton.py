@@ -13,13 +13,15 @@ Checked              tests/gemm/test_native.py, in Triton's interpreter.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from scrimp.formats import QuantizedTensor
+from scrimp.formats import Noise, QuantizedTensor
 from scrimp.formats.scales import nvfp4_tensor_scale
 from scrimp.gemm import kernels
 from scrimp.gemm.backends.base import Backend
@@ -34,7 +36,9 @@ from scrimp.gemm.backends.operands import (
     readable,
     to_stored,
 )
+from scrimp.gemm.kernels.launch import INPUT_TYPES, may_run
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, operands_of
+from scrimp.gemm.weight_sums import Product
 from scrimp.precision import Operand, lookup_scaling
 
 TILES = ("tile", "block")
@@ -127,6 +131,13 @@ class TritonBackend(Backend):
         found = codes.dequantize_matrix()
         return _Values(found.values.to(torch.bfloat16), found.outer)
 
+    def weight_product(self, a: Any, b: Any, compute: torch.dtype, weight: torch.dtype) -> Product:
+        """Of tiles one that may add itself."""
+        if isinstance(a, KernelCodes) and isinstance(b, KernelCodes):
+            check_same_device(a.codes, b.codes)
+            return _TileProduct(a, b, compute, weight)
+        return super().weight_product(a, b, compute, weight)
+
     def multiply(
         self, gemm: str, a: KernelCodes | _Values, b: KernelCodes | _Values, out: torch.dtype
     ) -> Tensor:
@@ -147,6 +158,53 @@ class TritonBackend(Backend):
             if outer is not None:
                 product = product * outer.reshape(1, 1)
         return product.to(out)
+
+
+@dataclass(frozen=True)
+class _TileProduct(Product):
+    """wgrad of tiles, whose kernel adds to sums in float32 and, rounded stochastically, in bf16."""
+
+    a: KernelCodes
+    b: KernelCodes
+    compute: torch.dtype
+    weight: torch.dtype
+
+    def adds(self, dtype: torch.dtype) -> bool:
+        """Where it gave the sums of a product in float32 that is added afterwards."""
+        return _adds(self.a.codes.device, dtype)
+
+    def add(self, total: Tensor, noise: Noise | None) -> None:
+        """By the kernel."""
+        kernels.add_scaled_matmul(total, self.a.codes, self.a.scales, self.b.codes, self.b.scales, noise)
+
+    def made(self, dtype: torch.dtype | None = None) -> Tensor:
+        """In the compute type first, but where a sum begins with it that others are added to."""
+        out = dtype if dtype is not None and self.adds(dtype) else self.compute
+        found = kernels.scaled_matmul(self.a.codes, self.a.scales, self.b.codes, self.b.scales, out)
+        return found.to(dtype or self.weight)
+
+
+@functools.cache
+def _adds(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel that adds gives the bits of product and sum apart, tried once in a process."""
+
+    def trial() -> bool:
+        generator = torch.Generator().manual_seed(0)
+        matrices = (torch.randn(size, 300, generator=generator).to(device) for size in (130, 70))
+        a, b = (kernels.quantize_tiles(one, "e4m3", by_row=True, by_column=False)[0] for one in matrices)
+        assert a is not None
+        assert b is not None
+        total = torch.randn(130, 70, generator=generator).to(device, dtype)
+        expected, noise = total.clone(), Noise(5, 3, 11) if dtype == torch.bfloat16 else None
+        product = kernels.scaled_matmul(a.codes, a.scales, b.codes, b.scales, torch.float32)
+        if noise is None:
+            expected += product
+        else:
+            kernels.add_rounded(expected, product, noise)
+        kernels.add_scaled_matmul(total, a.codes, a.scales, b.codes, b.scales, noise)
+        return torch.equal(total, expected)
+
+    return dtype in INPUT_TYPES and may_run("product that adds to a sum", trial)
 
 
 def is_interpreted() -> bool:

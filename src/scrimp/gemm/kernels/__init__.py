@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from scrimp.gemm.kernels.block_scaled import quantize_blocks
     from scrimp.gemm.kernels.fake_quantize import fake_quantize_groups, tensor_amax
     from scrimp.gemm.kernels.loss import cross_entropy
-    from scrimp.gemm.kernels.matmul import scaled_matmul, tune, tuning_bytes
+    from scrimp.gemm.kernels.matmul import add_scaled_matmul, scaled_matmul, tune, tuning_bytes
     from scrimp.gemm.kernels.rounded_sums import add_rounded
     from scrimp.gemm.kernels.rows import quantize_rows, quantize_tensor
     from scrimp.gemm.kernels.tiles import quantize_tiles
@@ -34,6 +34,7 @@ __all__ = [
     "ScaledRows",
     "WeightBlocks",
     "add_rounded",
+    "add_scaled_matmul",
     "cross_entropy",
     "fake_quantize_groups",
     "quantize_blocks",
@@ -49,6 +50,7 @@ __all__ = [
 
 _HOMES = {
     "add_rounded": "rounded_sums",
+    "add_scaled_matmul": "matmul",
     "cross_entropy": "loss",
     "fake_quantize_groups": "fake_quantize",
     "quantize_blocks": "block_scaled",

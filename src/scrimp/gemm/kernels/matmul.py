@@ -16,6 +16,8 @@ Tiles    Programs run in groups of rows of C, so that the operands of neighbours
          again. Triton keeps results of other types apart, so they are tried in the type that a run multiplies into. A
          run has them tried before it begins (`tune`). Whichever wins, an element's products are added in the same
          order.
+Sums     `add_scaled_matmul` adds C to a sum of gradients instead of storing it: of float32 by one addition, of bf16
+         rounded stochastically by hashes of the addresses, as `rounded_sums` does, without a rounding in between.
 Limits   Operands come through pointers (cp.async), not tensor-memory descriptors; rates are not measured yet.
 Checked  tests/gemm/test_triton_matmul.py: against float64, interpreted within the bound of float32 sums, on a GPU of
          tensor cores that keep 14 bits.
@@ -32,11 +34,19 @@ import triton.language as tl
 from torch import Tensor
 
 from scrimp.errors import PlanError
-from scrimp.gemm.kernels.arithmetic import to_bfloat16
+from scrimp.formats.noise import Noise, signed
+from scrimp.gemm.kernels.arithmetic import (
+    address_hash,
+    element_hash,
+    to_bfloat16,
+    to_bfloat16_stochastic,
+    widen,
+)
 from scrimp.gemm.kernels.launch import TILE, check_devices, check_row_major
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PROMOTIONS = (32, 128)
+_NO_NOISE = Noise()
 TIMER_BYTES = 2**28
 """What triton's timer writes between two calls, to empty the second-level cache."""
 # (M, N, warps, stages). A warp group of 4 warps holds 64 x 128 twice, product and sum, in 128 registers a thread.
@@ -59,8 +69,8 @@ def _configs() -> list[triton.Config]:
     ]
 
 
-@triton.autotune(_configs(), key=["M_BUCKET", "N", "K_BUCKET", "BLOCK_SCALED"])
-@triton.jit
+@triton.autotune(_configs(), key=["M_BUCKET", "N", "K_BUCKET", "BLOCK_SCALED"], restore_value=["c"])
+@triton.jit(do_not_specialize=["first_row", "first_column", "row_key", "column_key"])
 def scaled_matmul_kernel(
     a,
     a_scales,
@@ -76,7 +86,12 @@ def scaled_matmul_kernel(
     a_scales_group,
     b_scales_row,
     b_scales_group,
+    first_row,
+    first_column,
+    row_key,
+    column_key,
     BLOCK_SCALED: tl.constexpr,
+    ADDS: tl.constexpr,
     EVEN_K: tl.constexpr,
     PROMOTE_EVERY: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -132,10 +147,17 @@ def scaled_matmul_kernel(
 
     mask = (rows < M)[:, None] & (columns < N)[None, :]
     address = c + rows.to(tl.int64)[:, None] * N + columns[None, :]
-    if c.dtype.element_ty == tl.bfloat16:
-        tl.store(address, to_bfloat16(total), mask=mask)
-    else:
+    if ADDS:
+        total = widen(tl.load(address, mask=mask, other=0.0)) + total
+    if c.dtype.element_ty != tl.bfloat16:
         tl.store(address, total, mask=mask)
+    elif ADDS:
+        row_hash = address_hash(rows + first_row.to(tl.int64), row_key.to(tl.int64))
+        column_hash = address_hash(columns + first_column.to(tl.int64), column_key.to(tl.int64))
+        hashes = element_hash(row_hash[:, None], column_hash[None, :])
+        tl.store(address, to_bfloat16_stochastic(total, hashes), mask=mask)
+    else:
+        tl.store(address, to_bfloat16(total), mask=mask)
 
 
 def bucket(size: int) -> int:
@@ -146,7 +168,7 @@ def bucket(size: int) -> int:
 def tuning_bytes(m: int, n: int, k: int, out: torch.dtype) -> int:
     """Device memory that `tune` takes at most, the timer's buffer included."""
     groups = ceil(k / TILE)
-    return (m + n) * (k + 4 * groups) + out.itemsize * m * n + TIMER_BYTES
+    return (m + n) * (k + 4 * groups) + 2 * out.itemsize * m * n + TIMER_BYTES
 
 
 def tune(m: int, n: int, k: int, out: torch.dtype, *, is_block: bool, device: torch.device) -> None:
@@ -192,6 +214,55 @@ def scaled_matmul(
     if not m * n * k:
         return torch.zeros(m, n, dtype=out_dtype, device=a_codes.device)
     c = torch.empty(m, n, dtype=out_dtype, device=a_codes.device)
+    _launch(a_codes, a_scales, b_codes, b_scales, c, is_block, promote_every=promote_every)
+    return c
+
+
+def add_scaled_matmul(
+    total: Tensor,
+    a_codes: Tensor,
+    a_scales: Tensor,
+    b_codes: Tensor,
+    b_scales: Tensor,
+    noise: Noise | None,
+) -> None:
+    """total += A B^T in place; operands as of `scaled_matmul`.
+
+    Args:
+        total: float32 or bfloat16 [M, N], row-major.
+        noise: how a sum in bfloat16 is rounded, with the address of its first element, columns in one piece; None: the
+            sum is in float32.
+
+    Raises:
+        PlanError, DeviceError: as `scaled_matmul`, and a sum or noise that does not fit.
+    """
+    is_block = _check(a_codes, a_scales, b_codes, b_scales, total.dtype, PROMOTIONS[-1])
+    check_devices(total=total, a_codes=a_codes, a_scales=a_scales, b_codes=b_codes, b_scales=b_scales)
+    check_row_major("total", total)
+    shape, is_rounded = (len(a_codes), len(b_codes)), total.dtype == torch.bfloat16
+    if total.shape != shape or is_rounded != (noise is not None) or (noise is not None and noise.columns):
+        raise PlanError(
+            "the product does not fit its sum",
+            got=f"{total.dtype} {tuple(total.shape)} and noise {noise}",
+            expected=f"{shape}; noise whose columns lie in one piece for bfloat16, none for float32",
+        )
+    if total.numel() * a_codes.shape[1]:
+        _launch(a_codes, a_scales, b_codes, b_scales, total, is_block, adds=True, noise=noise or _NO_NOISE)
+
+
+def _launch(
+    a_codes: Tensor,
+    a_scales: Tensor,
+    b_codes: Tensor,
+    b_scales: Tensor,
+    c: Tensor,
+    is_block: bool,
+    *,
+    promote_every: int = PROMOTIONS[-1],
+    adds: bool = False,
+    noise: Noise = _NO_NOISE,
+) -> None:
+    (m, n), k = c.shape, a_codes.shape[1]
 
     def grid(meta: dict[str, int]) -> tuple[int]:
         return (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
@@ -210,7 +281,12 @@ def scaled_matmul(
             bucket(k),
             *a_scales.stride(),
             *b_scales.stride(),
+            noise.first_row,
+            noise.first_column,
+            signed(noise.key),
+            signed(~noise.key),
             BLOCK_SCALED=is_block,
+            ADDS=adds,
             EVEN_K=k % TILE == 0,
             PROMOTE_EVERY=promote_every,
             **options,
@@ -222,7 +298,6 @@ def scaled_matmul(
             launch(enable_fp_fusion=True)
     else:
         launch()
-    return c
 
 
 def _check(
