@@ -72,6 +72,19 @@ class ScaledRows:
     """float32: [rows of the codes, 1], or [1] of the whole tensor."""
 
 
+@dataclass(frozen=True)
+class QuantizedGroups:
+    """A matrix in MX or NVFP4 groups."""
+
+    codes: Tensor
+    """float8, or uint8 with two E2M1 codes a byte, the scaled axis last; or bfloat16 values in the matrix's own layout,
+    where groups were rotated padded to a multiple of 16 along the scaled axis."""
+    scales: Tensor
+    """One byte for each group: E4M3, or uint8 biased exponents; in cuBLASLt's order one axis, of values nothing."""
+    tensor_scale: Tensor | None
+    """NVFP4's, float32 of no axes."""
+
+
 def empty_tiles(rows: int, columns: int, element: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Codes [rows, columns] and scales [rows, groups], not yet filled."""
     codes = torch.empty(rows, columns, dtype=CODE_TYPES[element], device=device)
