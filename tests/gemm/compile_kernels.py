@@ -133,7 +133,11 @@ def group_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, st
         choice = {"ROW": row, "COLUMN": column, "BLOCK": groups.BLOCK, **constants}
         types = {"row_scales": "*u8", "column_scales": "*u8", **types}
         cases.append((groups.quantize_groups_kernel, label, groups.WARPS, 3, choice, types))
-    for label, by_row, by_column in (("rows", True, False), ("columns", False, True), ("both ways", True, True)):
+    for label, by_row, by_column in (
+        ("rows", True, False),
+        ("columns", False, True),
+        ("both ways", True, True),
+    ):
         halves = {"BY_ROW": by_row, "BY_COLUMN": by_column, "HADAMARD": False, "HADAMARD_COLUMN": by_column}
         halves["BLOCK"] = maxima.BLOCK
         cases.append((maxima.largest_magnitude_kernel, label, maxima.WARPS, 3, halves, {}))

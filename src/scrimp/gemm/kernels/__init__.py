@@ -16,12 +16,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from scrimp.errors import DeviceError
-from scrimp.gemm.kernels.launch import ColumnTiles, QuantizedGroups, RowTiles, ScaledRows, WeightBlocks
+from scrimp.gemm.kernels.launch import (
+    ColumnTiles,
+    GroupsOf,
+    QuantizedGroups,
+    RowTiles,
+    ScaledRows,
+    WeightBlocks,
+)
 
 if TYPE_CHECKING:
     from scrimp.gemm.kernels.adamw import update_adamw
     from scrimp.gemm.kernels.block_scaled import quantize_blocks
-    from scrimp.gemm.kernels.groups import GroupsOf, fake_quantize_groups, group_maxima, quantize_groups
+    from scrimp.gemm.kernels.groups import group_maxima, quantize_groups
     from scrimp.gemm.kernels.loss import cross_entropy
     from scrimp.gemm.kernels.matmul import scaled_matmul, tune, tuning_bytes
     from scrimp.gemm.kernels.maxima import tensor_amax
@@ -38,7 +45,6 @@ __all__ = [
     "WeightBlocks",
     "add_rounded",
     "cross_entropy",
-    "fake_quantize_groups",
     "group_maxima",
     "quantize_blocks",
     "quantize_groups",
@@ -53,10 +59,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "GroupsOf": "groups",
     "add_rounded": "rounded_sums",
     "cross_entropy": "loss",
-    "fake_quantize_groups": "groups",
     "group_maxima": "groups",
     "quantize_blocks": "block_scaled",
     "quantize_groups": "groups",

@@ -25,16 +25,12 @@ Noise    As in tiles.py: of an element's row and column in the whole matrix, two
 Limits   four_over_six has no kernel. E4M3 values under mx with a scale below 2^-124 are not exact in bfloat16. A group
          with a NaN or an infinity has the scale NaN, and of NVFP4 all groups have; the codes beside it are those of
          NaN, of E2M1 0. Not timed on a GPU yet.
-Checked  tests/gemm/test_triton_groups.py: bits equal to `scrimp.formats.quantize` and `fake_quantize`; test_ptx.py: so are
-         those of the PTX compiled for Hopper, run on a CPU, and its threads do not race.
+Checked  tests/gemm/test_triton_groups.py: bits equal to `scrimp.formats.quantize` and `fake_quantize`; test_ptx.py: so
+         are those of the PTX compiled for Hopper, run on a CPU, and its threads do not race.
 """
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
-
-import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
@@ -43,8 +39,6 @@ from torch import Tensor
 
 from scrimp.errors import PlanError
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
-from scrimp.formats.noise import Noise
-from scrimp.formats.quantize import PAYLOAD_TYPES, SCALE_TYPES
 from scrimp.gemm.kernels.arithmetic import (
     E4M3,
     NVFP4_MAX,
@@ -62,6 +56,7 @@ from scrimp.gemm.kernels.arithmetic import (
 )
 from scrimp.gemm.kernels.launch import (
     TILE,
+    GroupsOf,
     QuantizedGroups,
     check_choice,
     check_devices,
@@ -70,19 +65,20 @@ from scrimp.gemm.kernels.launch import (
     hashes,
     run,
 )
-from scrimp.gemm.kernels.maxima import check_axis, largest_magnitudes, load_rotated, rotation_for
-from scrimp.precision.formats import lookup_element, lookup_scaling, scale_shape
+from scrimp.gemm.kernels.maxima import largest_magnitudes, load_rotated, rotation_for
+from scrimp.precision.formats import lookup_element, lookup_scaling
 from scrimp.precision.recipes import Operand
 
 SCALINGS = ("mx", "nvfp4", "nvfp4_2d")
-Form = Literal["codes", "swizzled", "values"]
 BLOCK, WARPS = 64, 8
 """16 numbers a thread: of 32 and more, scales along the rows and noise leave one program to a multiprocessor, or spill.
 By registers alone: times are not measured yet."""
 
 
 @triton.jit
-def store_codes(codes, q, outer, inner_block, num_outer, num_inner, BITS: tl.constexpr, ELEMENT: tl.constexpr):
+def store_codes(
+    codes, q, outer, inner_block, num_outer, num_inner, BITS: tl.constexpr, ELEMENT: tl.constexpr
+):
     """Codes [outer, inner] of rounded values, two to a byte where they have 4 bits."""
     PER_BYTE: tl.constexpr = 8 // BITS
     COLUMNS: tl.constexpr = q.shape[1] // PER_BYTE
@@ -129,6 +125,51 @@ def store_scales(
 
 
 @triton.jit
+def rounded_groups(
+    block,
+    amax,
+    tensor_scale,
+    noise,
+    STOCHASTIC: tl.constexpr,
+    NVFP4: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr,
+    MAX_EXPONENT: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(rounded values, scales) of a block, by group rows, rows of a group, group columns and columns of a group.
+
+    The first program stores the scale of the whole tensor, if there is one.
+    """
+    shape: tl.constexpr = (BLOCK // GROUP_ROWS, GROUP_ROWS, BLOCK // GROUP_COLUMNS, GROUP_COLUMNS)
+    grouped = tl.reshape(block, shape)
+    largest = tl.max(tl.max(magnitude_bits(grouped), 3, keep_dims=True), 1, keep_dims=True)
+    if NVFP4:
+        g = fp32_scale(magnitude_bits(tl.load(amax)), NVFP4_MAX)
+        if tl.program_id(0) == 0:
+            tl.store(tensor_scale, g)
+        decode, encode = e4m3_scale(largest, g, STOCHASTIC)
+        grouped *= lift_of(g)
+    else:
+        decode, encode = e8m0_scale(largest, ELEMENT, MAX_EXPONENT, STOCHASTIC)
+    if STOCHASTIC:
+        noise = tl.reshape(noise, shape)
+    return rounded(grouped * encode, noise, STOCHASTIC, ELEMENT), decode
+
+
+@triton.jit
+def store_values(to, values, outer, inner, num_outer, num_inner, AXIS: tl.constexpr):
+    """Store values [outer, inner] of a row-major matrix in bfloat16, whose columns `inner` are where AXIS is 1."""
+    mask = (outer < num_outer)[:, None] & (inner < num_inner)[None, :]
+    if AXIS == 1:
+        address = to + outer[:, None] * num_inner + inner[None, :]
+    else:
+        address = to + outer[:, None] + inner[None, :] * num_outer
+    tl.store(address, to_bfloat16(values), mask=mask)
+
+
+@triton.jit
 def store_groups(
     x,
     rotation,
@@ -150,8 +191,8 @@ def store_groups(
 ):
     """Quantize one block in groups along `inner`: the columns where AXIS is 1, the rows where it is 0.
 
-    HOW is (rotated, rounded stochastically, scales swizzled); `result` has the largest magnitude, where codes or bfloat16
-    values go, scales, and the tensor's scale.
+    HOW is (rotated, rounded stochastically, scales swizzled); `result` has the largest magnitude, where codes or
+    bfloat16 values go, scales, and the tensor's scale.
     """
     amax, out, scales, tensor_scale = result
     outer = outer_block * BLOCK + tl.arange(0, BLOCK)
@@ -159,39 +200,30 @@ def store_groups(
     block = load_rotated(x, rotation, outer, inner, num_outer, num_inner, AXIS, HOW[0], BLOCK)
     if HOW[0]:
         num_inner = tl.cdiv(num_inner, 16) * 16
-    shape: tl.constexpr = (BLOCK // GROUP_ROWS, GROUP_ROWS, BLOCK // GROUP_COLUMNS, GROUP_COLUMNS)
-    grouped = tl.reshape(block, shape)
-    largest = tl.max(tl.max(magnitude_bits(grouped), 3, keep_dims=True), 1, keep_dims=True)
-    if NVFP4:
-        g = fp32_scale(magnitude_bits(tl.load(amax)), NVFP4_MAX)
-        if tl.program_id(0) == 0:
-            tl.store(tensor_scale, g)
-        decode, encode = e4m3_scale(largest, g, HOW[1])
-        grouped *= lift_of(g)
-    else:
-        decode, encode = e8m0_scale(largest, ELEMENT, MAX_EXPONENT, HOW[1])
     noise = 0.0
     if HOW[1]:
         outer_hash = tl.load(hashes[0] + outer, mask=outer < num_outer, other=0)
         inner_hash = tl.load(hashes[1] + inner, mask=inner < num_inner, other=0)
-        noise = tl.reshape(uniform(outer_hash[:, None], inner_hash[None, :]), shape)
-    q = rounded(grouped * encode, noise, HOW[1], ELEMENT)
+        noise = uniform(outer_hash[:, None], inner_hash[None, :])
+    q, decode = rounded_groups(
+        block,
+        amax,
+        tensor_scale,
+        noise,
+        HOW[1],
+        NVFP4,
+        GROUP_ROWS,
+        GROUP_COLUMNS,
+        MAX_EXPONENT,
+        ELEMENT,
+        BLOCK,
+    )
     if out.dtype.element_ty == tl.bfloat16:
-        values = to_bfloat16(tl.reshape(q * decode, (BLOCK, BLOCK)))
-        mask = (outer < num_outer)[:, None] & (inner < num_inner)[None, :]
-        if AXIS == 1:
-            address = out + outer[:, None] * num_inner + inner[None, :]
-        else:
-            address = out + outer[:, None] + inner[None, :] * num_outer
-        tl.store(address, values, mask=mask)
+        store_values(out, tl.reshape(q * decode, (BLOCK, BLOCK)), outer, inner, num_outer, num_inner, AXIS)
     else:
-        store_codes(
-            out, tl.reshape(q, (BLOCK, BLOCK)), outer, inner_block, num_outer, num_inner, BITS, ELEMENT
-        )
-        if NVFP4:
-            found = codes_of(decode, 8, E4M3)
-        else:
-            found = (magnitude_bits(decode) >> 23).to(tl.uint8)
+        q = tl.reshape(q, (BLOCK, BLOCK))
+        store_codes(out, q, outer, inner_block, num_outer, num_inner, BITS, ELEMENT)
+        found = codes_of(decode, 8, E4M3) if NVFP4 else (magnitude_bits(decode) >> 23).to(tl.uint8)
         store_scales(
             scales,
             found,
@@ -278,53 +310,6 @@ def quantize_groups_kernel(
         )
 
 
-@dataclass(frozen=True)
-class GroupsOf:
-    """One result that is asked for."""
-
-    operand: Operand
-    """mx, nvfp4 or nvfp4_2d scaling, without four_over_six."""
-    form: Form = "codes"
-    noise: Noise = Noise()
-    """Read where the operand is rounded stochastically."""
-    amax: Tensor | None = None
-    """NVFP4's largest magnitude, float32 of one element; None: that of the matrix."""
-
-    @property
-    def how(self) -> tuple[bool, bool, bool]:
-        """Rotated, rounded stochastically, scales in cuBLASLt's order."""
-        operand = self.operand
-        return operand.hadamard, operand.rounding == "stochastic", self.form == "swizzled"
-
-    @property
-    def stream(self) -> Noise | None:
-        """The noise that it is rounded with."""
-        return self.noise if self.operand.rounding == "stochastic" else None
-
-    def empty(self, x: Tensor, axis: int) -> QuantizedGroups:
-        """Room for the result; what is not there has the scale 1."""
-        shape = list(x.shape)
-        shape[axis] += -shape[axis] % HADAMARD_SIZE if self.operand.hadamard else 0
-        scaling = lookup_scaling(self.operand.scaling)
-        make = torch.empty if x.numel() else torch.ones
-        tensor_scale = make((), device=x.device) if scaling.has_tensor_scale else None
-        if self.form == "values":
-            nothing = torch.empty(0, dtype=torch.uint8, device=x.device)
-            values = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
-            return QuantizedGroups(values, nothing, tensor_scale)
-        outer, inner = shape if axis == -1 else shape[::-1]
-        element = lookup_element(self.operand.element)
-        payload = (outer, math.ceil(inner * element.bits / 8))
-        size = scale_shape((outer, inner), scaling)
-        if self.form == "swizzled":
-            size = (math.ceil(outer / 128) * math.ceil(size[1] / 4) * 512,)
-        return QuantizedGroups(
-            torch.empty(payload, dtype=PAYLOAD_TYPES[element.name], device=x.device),
-            torch.empty(size, dtype=SCALE_TYPES[scaling.scale_type], device=x.device),
-            tensor_scale,
-        )
-
-
 def quantize_groups(
     x: Tensor, by_row: GroupsOf | None, by_column: GroupsOf | None
 ) -> tuple[QuantizedGroups | None, QuantizedGroups | None]:
@@ -348,21 +333,6 @@ def quantize_groups(
     if x.numel():
         _launch(x, by_row, by_column, row, column)
     return row, column
-
-
-def fake_quantize_groups(
-    x: Tensor, operand: Operand, axis: int, amax: Tensor | None = None, noise: Noise | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """bfloat16 values q s of a matrix in MX or NVFP4 groups, in its own layout, and NVFP4's tensor scale.
-
-    The same as `scrimp.formats.fake_quantize(..., keep_rotation=True)`; arguments as of `GroupsOf`.
-    """
-    check_axis(axis)
-    one = GroupsOf(operand, "values", noise or Noise(), amax)
-    row, column = quantize_groups(x, *((one, None) if axis == -1 else (None, one)))
-    found = row or column
-    assert found is not None
-    return found.codes, found.tensor_scale
 
 
 def group_maxima(x: Tensor, by_row: Operand | None, by_column: Operand | None) -> list[Tensor | None]:
@@ -428,7 +398,12 @@ def _arguments(
     largest = amax if wanted.amax is None else wanted.amax
     codes = found.codes if wanted.form == "values" else found.codes.view(torch.uint8)
     scale = found.tensor_scale
-    return x if largest is None else largest, codes, found.scales.view(torch.uint8), x if scale is None else scale
+    return (
+        x if largest is None else largest,
+        codes,
+        found.scales.view(torch.uint8),
+        x if scale is None else scale,
+    )
 
 
 def _check(wanted: list[GroupsOf], by_row: GroupsOf | None, by_column: GroupsOf | None) -> None:
