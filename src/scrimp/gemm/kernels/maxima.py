@@ -77,7 +77,7 @@ def largest_magnitude_kernel(
     if BY_ROW:
         block = load_rotated(x, rotation, rows, columns, num_rows, num_columns, 1, HADAMARD, BLOCK)
         tl.store(maxima + tl.program_id(0), tl.max(magnitude_bits(block)))
-        maxima += tl.num_programs(0)
+        maxima += tl.cdiv(num_rows, BLOCK) * tl.cdiv(num_columns, BLOCK)
     if BY_COLUMN:
         block = load_rotated(x, rotation, columns, rows, num_columns, num_rows, 0, HADAMARD_COLUMN, BLOCK)
         tl.store(maxima + tl.program_id(0), tl.max(magnitude_bits(block)))
