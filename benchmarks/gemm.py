@@ -33,7 +33,7 @@ import torch
 from environment import RESULTS, cpu, facts, write_pair
 from gemm_page import page, summary_lines
 from peers import peers, plain_linear
-from quantizer_bytes import bytes_moved
+from quantizer_bytes import bytes_moved, groups_moved
 from stopwatch import CONTROL, Race, Stopwatch, Work, first_line
 from torch import Tensor, nn
 
@@ -43,7 +43,8 @@ from scrimp.formats import Noise
 from scrimp.gemm import BackendChooser, backends_for, kernels, swap_in
 from scrimp.gemm.backends import BACKENDS, Backend
 from scrimp.gemm.backends.native import QUANTIZED
-from scrimp.gemm.backends.operands import PAIRED
+from scrimp.gemm.backends.operands import GROUPS, PAIRED
+from scrimp.gemm.kernels.launch import Form, GroupsOf
 from scrimp.gemm.probe import Sizes, Trial
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, operands_of
 from scrimp.models import spec_of
@@ -54,7 +55,6 @@ from scrimp.precision import (
     RECIPES,
     Operand,
     lookup_scaling,
-    recipe,
     storage_bytes,
 )
 
@@ -307,7 +307,9 @@ def quantize_bytes(recipe_name: str, gemm: str, shape: Shape, runner: str, devic
             continue
         has_kernel = operand.scaling in QUANTIZED and device.type == "cuda" and runner == "torch"
         if runner == "triton" or has_kernel:
-            found += _kernel_bytes(operand, rows, shape.k, axis)
+            found += _kernel_bytes(
+                operand, rows, shape.k, axis, "values" if runner == "triton" else "swizzled"
+            )
         else:
             # The largest element of a whole tensor must be known before the first is rounded.
             readings = 2 if _spans_tensor(operand) else 1
@@ -320,17 +322,17 @@ def _spans_tensor(operand: Operand) -> bool:
     return operand.scaling == "tensor" or lookup_scaling(operand.scaling).has_tensor_scale
 
 
-def _kernel_bytes(operand: Operand, rows: int, k: int, axis: int) -> int:
+def _kernel_bytes(operand: Operand, rows: int, k: int, axis: int, form: Form) -> int:
     by_row, is_stochastic = axis == COLUMNS, operand.rounding == "stochastic"
     sizes = (rows, k, _BF16_BYTES) if by_row else (k, rows, _BF16_BYTES)
     if operand.scaling == "block":
         return bytes_moved("quantize_blocks", *sizes, transposed=not by_row)
-    if operand.scaling in PAIRED:
-        noise = "stochastic" if by_row else "stochastic_column"
-        directions = {"by_row": by_row, "by_column": not by_row, noise: is_stochastic}
-        return bytes_moved(PAIRED[operand.scaling], *sizes, **directions)
-    maximum = bytes_moved("tensor_amax", *sizes) if _spans_tensor(operand) else 0
-    return maximum + bytes_moved("fake_quantize_groups", *sizes, stochastic=is_stochastic)
+    if operand.scaling in GROUPS:
+        one = GroupsOf(operand, form)
+        return groups_moved(*sizes, *((one, None) if by_row else (None, one)))
+    noise = "stochastic" if by_row else "stochastic_column"
+    directions = {"by_row": by_row, "by_column": not by_row, noise: is_stochastic}
+    return bytes_moved(PAIRED[operand.scaling], *sizes, **directions)
 
 
 # -- a whole linear layer ----------------------------------------------------------------------
@@ -408,7 +410,7 @@ def measure_quantizers(
         return [], {"triton's quantizers alone": "triton kernels need a CUDA device"}
     rows: list[Row] = []
     refused = {}
-    for name, (num_bytes, work) in quantizers(case, matrices).items():
+    for name, (num_bytes, work) in (quantizers(matrices) | group_quantizers(matrices)).items():
         half = torch.ones(num_bytes // 2, dtype=torch.uint8, device=watch.device)
         works: dict[str, Work] = {CONTROL: partial(torch.empty_like(half).copy_, half), "kernel": work}
         race = watch.race(works, options.warm_up, options.repeats)
@@ -427,12 +429,10 @@ def measure_quantizers(
     return rows, refused
 
 
-def quantizers(case: Case, matrices: dict[str, Tensor]) -> dict[str, tuple[int, Work]]:
+def quantizers(matrices: dict[str, Tensor]) -> dict[str, tuple[int, Work]]:
     """Bytes and call of each quantizer on the tensors that it meets in this layer."""
     x, w, g = (matrices[name] for name in "xwg")
-    rotated, mx = _operand("nvfp4", "wgrad"), _operand("mxfp8", "fprop")
     noises = {"noise": Noise(1), "noise_column": Noise(2)}
-    one = torch.ones((), device=x.device)
     both, random = {"by_row": True, "by_column": True}, {"stochastic": True, "stochastic_column": True}
 
     def of(function: str, tensor: Tensor, *arguments: Any, options: dict[str, bool], **more: Any) -> Any:
@@ -440,7 +440,6 @@ def quantizers(case: Case, matrices: dict[str, Tensor]) -> dict[str, tuple[int, 
         return num_bytes, partial(getattr(kernels, function), tensor, *arguments, **more)
 
     row, column = {"by_row": True, "by_column": False}, {"by_row": False, "by_column": True}
-    stochastic = {"stochastic": True}
     return {
         "tiles by row": of("quantize_tiles", x, "e4m3", options=row, **row),
         "tiles both ways": of("quantize_tiles", x, "e4m3", options=both, **both),
@@ -452,18 +451,44 @@ def quantizers(case: Case, matrices: dict[str, Tensor]) -> dict[str, tuple[int, 
         "tensor both ways": of("quantize_tensor", g, "e5m2", options=both, **both),
         "blocks": of("quantize_blocks", w, "e4m3", options={"transposed": False}, transposed=False),
         "blocks both ways": of("quantize_blocks", w, "e4m3", options={"transposed": True}, transposed=True),
-        "groups mx": of("fake_quantize_groups", x, mx, -1, options={}),
-        "groups nvfp4, rotated, noise": of(
-            "fake_quantize_groups", g, rotated, -2, one, Noise(1), options=stochastic
-        ),
         "largest of a tensor": of("tensor_amax", x, options={}),
     }
 
 
-def _operand(recipe_name: str, gemm: str) -> Operand:
-    entry = recipe(recipe_name).gemm(gemm)
-    assert entry is not None
-    return entry.a
+def group_quantizers(matrices: dict[str, Tensor]) -> dict[str, tuple[int, Work]]:
+    """The same of groups, as products and kept codes need them."""
+    x, w, g = (matrices[name] for name in "xwg")
+    both = {name: _pair(name, "swizzled", "codes") for name in ("mxfp8", "nvfp4")}
+    gradient = _pair("nvfp4", "swizzled", "swizzled", of_gradient=True)
+    weight = operands_of("dgrad", "nvfp4")[1]
+    assert weight is not None
+    cases: dict[str, tuple[Tensor, GroupsOf | None, GroupsOf | None]] = {
+        "groups mxfp8 by row": (x, both["mxfp8"][0], None),
+        "groups mxfp8 by column": (w, None, both["mxfp8"][1]),
+        "groups mxfp8 both ways": (x, *both["mxfp8"]),
+        "groups mxfp8, values and codes": (x, *_pair("mxfp8", "values", "codes")),
+        "groups nvfp4 both ways, rotated": (x, *both["nvfp4"]),
+        "groups nvfp4 both ways, rotated, noise": (g, *gradient),
+        "groups nvfp4, blocks of 16 x 16 by column": (w, None, GroupsOf(weight, "swizzled")),
+    }
+    return {
+        name: (
+            groups_moved(*matrix.shape, matrix.element_size(), *sides),
+            partial(kernels.quantize_groups, matrix, *sides),
+        )
+        for name, (matrix, *sides) in cases.items()
+    }
+
+
+def _pair(
+    recipe_name: str, form: Form, form_column: Form, *, of_gradient: bool = False
+) -> tuple[GroupsOf, GroupsOf]:
+    """X for fprop and wgrad, or G for dgrad and wgrad."""
+    first = operands_of("dgrad" if of_gradient else "fprop", recipe_name)[0]
+    second = operands_of("wgrad", recipe_name)[0 if of_gradient else 1]
+    assert first is not None
+    assert second is not None
+    return GroupsOf(first, form, Noise(1)), GroupsOf(second, form_column, Noise(2))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from __future__ import annotations
 from functools import partial
 from math import ceil
 
-from scrimp.gemm.kernels.launch import TILE
+from scrimp.gemm.kernels.launch import TILE, GroupsOf
+from scrimp.precision import lookup_scaling, storage_bytes
 
 SCALE_BYTES = 4
 HASH_BYTES = 4
@@ -27,6 +28,25 @@ def bytes_moved(function: str, rows: int, columns: int, input_bytes: int, **opti
         options: by_row, by_column, stochastic, stochastic_column, transposed, where the launcher has them.
     """
     return _FLOORS[function](rows, columns, input_bytes, **options)
+
+
+def groups_moved(rows: int, columns: int, input_bytes: int, *sides: GroupsOf | None) -> int:
+    """The same of `quantize_groups`, which reads twice where it looks for the largest number of a tensor.
+
+    Args:
+        sides: groups along the columns, and along the rows.
+    """
+    numbers, found, readings = rows * columns, 0, 1
+    for one, shape in zip(sides, ((rows, columns), (columns, rows)), strict=False):
+        if one is None:
+            continue
+        operand = one.operand
+        is_code = one.form != "values"
+        found += storage_bytes(shape, operand.element, operand.scaling) if is_code else BF16_BYTES * numbers
+        found += _hashes(rows, columns, int(operand.rounding == "stochastic"))
+        if lookup_scaling(operand.scaling).has_tensor_scale and one.amax is None:
+            readings = 2
+    return readings * input_bytes * numbers + found
 
 
 def _along_axes(
@@ -54,10 +74,6 @@ def _quantize_blocks(rows: int, columns: int, input_bytes: int, *, transposed: b
     return rows * columns * (input_bytes + 1 + transposed) + scales
 
 
-def _fake_quantize_groups(rows: int, columns: int, input_bytes: int, *, stochastic: bool = False) -> int:
-    return rows * columns * (input_bytes + BF16_BYTES) + _hashes(rows, columns, int(stochastic))
-
-
 def _tensor_amax(rows: int, columns: int, input_bytes: int) -> int:
     return rows * columns * input_bytes
 
@@ -71,6 +87,5 @@ _FLOORS = {
     "quantize_rows": partial(_along_axes, "row"),
     "quantize_tensor": partial(_along_axes, "tensor"),
     "quantize_blocks": _quantize_blocks,
-    "fake_quantize_groups": _fake_quantize_groups,
     "tensor_amax": _tensor_amax,
 }

@@ -13,15 +13,15 @@ import gemm
 import gemm_page
 import pytest
 import torch
-from quantizer_bytes import bytes_moved
+from quantizer_bytes import bytes_moved, groups_moved
 from stopwatch import Race, Stopwatch, rotated
 
-from scrimp.formats import Noise
+from scrimp.formats import Noise, quantize
 from scrimp.gemm.backends import BACKENDS
-from scrimp.gemm.kernels.launch import empty_tiles
+from scrimp.gemm.kernels.launch import GroupsOf, empty_tiles
 from scrimp.gemm.kernels.launch import hashes as hashed
 from scrimp.gemm.problem import AXES, Shape, Use, operands_of
-from scrimp.precision import GEMMS, RECIPES
+from scrimp.precision import GEMMS, RECIPES, Operand
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -46,8 +46,18 @@ def test_a_quantizers_floor_is_the_size_of_everything_read_and_written() -> None
     assert noisy == x.nbytes + codes + 4 * 130 + 4 * (130 + 200)
     blocks = x.nbytes + 2 * row[0].nbytes + 4 * 2 * 2
     assert bytes_moved("quantize_blocks", 130, 200, 2, transposed=True) == blocks
-    assert bytes_moved("fake_quantize_groups", 130, 200, 2) == 2 * x.nbytes
     assert bytes_moved("tensor_amax", 130, 200, 2) == x.nbytes
+
+
+def test_groups_are_read_once_and_an_nvfp4_tensor_twice() -> None:
+    x, mx, nvfp4 = torch.randn(130, 200).bfloat16(), Operand("e4m3", "mx"), Operand("e2m1", "nvfp4")
+    codes = {one: quantize(x, one.element, one.scaling, -1).nbytes for one in (mx, nvfp4)}
+    along = quantize(x, "e4m3", "mx", -2).nbytes
+    assert groups_moved(130, 200, 2, GroupsOf(mx), GroupsOf(mx)) == x.nbytes + codes[mx] + along
+    assert groups_moved(130, 200, 2, GroupsOf(mx, "values"), None) == 2 * x.nbytes
+    assert groups_moved(130, 200, 2, GroupsOf(nvfp4), None) == 2 * x.nbytes + codes[nvfp4]
+    known = GroupsOf(Operand("e2m1", "nvfp4", "stochastic"), amax=torch.ones(()))
+    assert groups_moved(130, 200, 2, known, None) == x.nbytes + codes[nvfp4] + 4 * (130 + 200)
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in ("fp32",)])
@@ -81,6 +91,7 @@ def test_operand_bytes_are_those_of_stored_operands(recipe: str, gemm_name: str)
             3 * 256 * 512 + 4 * 256 * 4 + 4 * (512 + 256) + 3 * 384 * 512 + 4 * 384 * 4,
         ),
         ("mxfp8", "fprop", "triton", 4 * 256 * 512 + 4 * 384 * 512),
+        ("mxfp8", "fprop", "torch", 3 * 256 * 512 + 256 * 16 + 3 * 384 * 512 + 384 * 16),
         # The maximum of the tensor first.
         ("fp8_tensor", "fprop", "torch", 5 * 256 * 512 + 4 + 5 * 384 * 512 + 4),
         ("fp8_row", "fprop", "torch", 3 * 256 * 512 + 4 * 256 + 3 * 384 * 512 + 4 * 384),

@@ -17,17 +17,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from scrimp.gemm.kernels import adamw, block_scaled, fake_quantize, loss, matmul, rounded_sums, rows, tiles
+from scrimp.gemm.kernels import adamw, block_scaled, groups, loss, matmul, maxima, rounded_sums, rows, tiles
 from scrimp.gemm.kernels.launch import WARPS_NEAREST, WARPS_STOCHASTIC
 
 E4M3 = {"ELEMENT": (448.0, 3, -6)}
 E5M2 = {"ELEMENT": (57344.0, 2, -14)}
 E2M1 = {"ELEMENT": (6.0, 1, 0)}
 TYPES = {
-    **dict.fromkeys(("x", "values"), "*bf16"),
+    "x": "*bf16",
+    **dict.fromkeys(("row_out", "column_out"), "*u8"),
     **dict.fromkeys(("codes", "row_codes", "column_codes", "transposed_codes", "a", "b"), "*fp8e4nv"),
     **dict.fromkeys(("scales", "row_scales", "column_scales", "a_scales", "b_scales"), "*fp32"),
-    **dict.fromkeys(("rotation", "tensor_scale"), "*fp32"),
+    **dict.fromkeys(("rotation", "row_amax", "column_amax"), "*fp32"),
+    **dict.fromkeys(("row_tensor_scale", "column_tensor_scale"), "*fp32"),
     **dict.fromkeys(("row_hashes", "column_hashes", "second_row_hashes", "second_column_hashes"), "*i32"),
     **dict.fromkeys(("maxima", "row_maxima", "column_maxima"), "*i32"),
     "c": "*bf16",
@@ -103,23 +105,42 @@ def row_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]
 
 
 def group_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
-    """The same of MX and NVFP4, along the columns and, with strides exchanged, along the rows."""
+    """The same of MX and NVFP4: codes, scales as cuBLASLt reads them, values, along each axis and both."""
     cases: list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]] = []
-    size = {"ROWS": fake_quantize.BLOCK_ROWS, "COLUMNS": fake_quantize.BLOCK_COLUMNS}
-    along = {"column_stride": 1}, {"row_stride": 1}
-    for axis, strides in zip((-1, -2), along, strict=True):
-        out = {f"out_{name}": value for name, value in strides.items()}
-        for label, group, nvfp4, stochastic, hadamard in (
-            ("mx", (1, 32), False, False, False),
-            ("nvfp4 stochastic rotated", (1, 16), True, True, True),
-            ("nvfp4_2d", (16, 16), True, False, False),
-        ):
-            constants = {"NVFP4": nvfp4, "STOCHASTIC": stochastic, "HADAMARD": hadamard, "MAX_EXPONENT": 2}
-            groups = {"GROUP_ROWS": group[0], "GROUP_COLUMNS": group[1]}
-            constants = {**constants, **groups, **E2M1, **size, **strides, **out}
-            cases.append((fake_quantize.fake_quantize_kernel, f"{label} axis {axis}", 4, 3, constants, {}))
-        constants = {"HADAMARD": True, **size, **strides}
-        cases.append((fake_quantize.tensor_amax_kernel, f"axis {axis}", 4, 3, constants, {}))
+    plain, noisy, rotated, swizzled = (
+        (False, False, False),
+        (False, True, True),
+        (True, True, True),
+        (False, False, True),
+    )
+    values = {"row_out": "*bf16", "column_out": "*bf16"}
+    of_mx = {"MAX_EXPONENT": 2, "BITS": 4, "NVFP4": False, "GROUP_ROWS": 1, "GROUP_COLUMNS": 32, **E2M1}
+    of_mxfp8 = {**of_mx, "MAX_EXPONENT": 8, "BITS": 8, **E4M3}
+    of_nvfp4 = {**of_mx, "NVFP4": True, "GROUP_COLUMNS": 16}
+    of_blocks = {**of_nvfp4, "GROUP_ROWS": 16}
+    for label, row, column, constants, types in (
+        ("mxfp8 rows", plain, None, of_mxfp8, {}),
+        ("mxfp8 columns", None, plain, of_mxfp8, {}),
+        ("mxfp8 both ways fp32", swizzled, plain, of_mxfp8, {"x": "*fp32"}),
+        ("mxfp4 both ways stochastic", noisy, noisy, of_mx, {}),
+        ("mx values and codes", plain, plain, of_mx, {"row_out": "*bf16"}),
+        ("nvfp4 columns stochastic rotated", None, rotated, of_nvfp4, {}),
+        ("nvfp4 both ways stochastic rotated", noisy, rotated, of_nvfp4, {}),
+        ("nvfp4 values columns stochastic rotated", None, rotated, of_nvfp4, values),
+        ("nvfp4_2d columns", None, swizzled, of_blocks, {}),
+        ("nvfp4_2d values", plain, None, of_blocks, values),
+    ):
+        choice = {"ROW": row, "COLUMN": column, "BLOCK": groups.BLOCK, **constants}
+        types = {"row_scales": "*u8", "column_scales": "*u8", **types}
+        cases.append((groups.quantize_groups_kernel, label, groups.WARPS, 3, choice, types))
+    for label, by_row, by_column in (
+        ("rows", True, False),
+        ("columns", False, True),
+        ("both ways", True, True),
+    ):
+        halves = {"BY_ROW": by_row, "BY_COLUMN": by_column, "HADAMARD": False, "HADAMARD_COLUMN": by_column}
+        halves["BLOCK"] = maxima.BLOCK
+        cases.append((maxima.largest_magnitude_kernel, label, maxima.WARPS, 3, halves, {}))
     return cases
 
 

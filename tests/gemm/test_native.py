@@ -15,7 +15,7 @@ from scrimp.errors import DeviceError, PlanError
 from scrimp.formats import Noise, quantize
 from scrimp.formats.codes import decode
 from scrimp.gemm.backends import ReferenceBackend, TorchBackend, native
-from scrimp.gemm.backends.operands import pack_e2m1, unpack_e2m1
+from scrimp.gemm.backends.operands import GROUPS, pack_e2m1, unpack_e2m1
 from scrimp.gemm.problem import AXES, Shape, Use, operands_of
 from scrimp.precision import GEMMS, RECIPES, GemmRecipe, Operand, Recipe, lookup_element
 
@@ -216,6 +216,13 @@ def group_scales(scale: Any, kind: Any, order: Any, rows: int, k: int) -> Tensor
     return found.repeat_interleave(size, 1)
 
 
+def unrotated(monkeypatch: pytest.MonkeyPatch, recipe: str, gemm: str) -> None:
+    """NVFP4's wgrad as its fprop: of rotated operands the product is that of other numbers."""
+    if recipe == "nvfp4" and gemm == "wgrad":
+        entry = RECIPES["nvfp4"].fprop
+        monkeypatch.setitem(RECIPES, "nvfp4", Recipe("nvfp4", entry, entry, entry, 4, ""))
+
+
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("sizes", [(70, 144, 640), (1, 16, 128)], ids=str)
@@ -223,9 +230,7 @@ def test_codes_and_scales_lie_as_torchs_kernels_demand(
     monkeypatch: pytest.MonkeyPatch, gemm: str, recipe: str, sizes: tuple[int, int, int]
 ) -> None:
     monkeypatch.setattr(native.F, "scaled_mm", kernel)
-    if recipe == "nvfp4" and gemm == "wgrad":  # rotated: the product is that of other numbers
-        entry = RECIPES["nvfp4"].fprop
-        monkeypatch.setitem(RECIPES, "nvfp4", Recipe("nvfp4", entry, entry, entry, 4, ""))
+    unrotated(monkeypatch, recipe, gemm)
     a, b, left, right = prepared(gemm, recipe, *sizes)
     product = native._PRODUCTS[native._FAMILIES[a.operand.scaling]]
     y = product(gemm, a, b, torch.float32).double()
@@ -236,20 +241,28 @@ def test_codes_and_scales_lie_as_torchs_kernels_demand(
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
-def test_codes_of_tritons_quantizers_serve_torchs_kernels(monkeypatch: pytest.MonkeyPatch, gemm: str) -> None:
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.every(2)
+def test_codes_of_tritons_quantizers_serve_torchs_kernels(
+    monkeypatch: pytest.MonkeyPatch, gemm: str, recipe: str
+) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(native.F, "scaled_mm", kernel)
-    monkeypatch.setattr(native, "_has_kernel", lambda x, use: True)
-    a, b, left, right = prepared(gemm, "fp8", 70, 144, 256, DEVICE)
-    y = native._tile_product(gemm, a, b, torch.float32).double()
-    assert bool(((y - left @ right.T).abs() <= 2.0**-22 * (left.abs() @ right.abs().T)).all())
+    monkeypatch.setattr(native, "_is_on_gpu", lambda x: True)
+    unrotated(monkeypatch, recipe, gemm)
+    a, b, left, right = prepared(gemm, recipe, 70, 144, 256, DEVICE)
+    assert a.is_swizzled == b.is_swizzled == (recipe != "fp8")
+    y = native._PRODUCTS[native._FAMILIES[a.operand.scaling]](gemm, a, b, torch.float32).double()
+    unit = 2.0**-8 if recipe == "mxfp4" else 2.0**-22
+    assert bool(((y - left @ right.T).abs() <= unit * (left.abs() @ right.abs().T)).all())
 
 
-@pytest.mark.parametrize("scaling", ["tile", "row", "tensor"])
+@pytest.mark.parametrize("scaling", ["tile", "row", "tensor", "mx", "nvfp4"])
 def test_one_call_gives_both_operands_and_stored_codes(monkeypatch: pytest.MonkeyPatch, scaling: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     x = torch.randn(70, 144, device=DEVICE)
-    uses = [Use(Operand("e4m3", scaling), axis, Noise(1)) for axis in (-1, -2)]
+    element = "e2m1" if scaling == "nvfp4" else "e4m3"
+    uses = [Use(Operand(element, scaling), axis, Noise(1)) for axis in (-1, -2)]
     alone = [BACKEND.load(REFERENCE.store(x, use)) for use in uses]
     monkeypatch.setattr(native, "_has_kernel", lambda x, use: True)
     first, codes = BACKEND.prepare_and_store(x, *uses)
@@ -260,7 +273,9 @@ def test_one_call_gives_both_operands_and_stored_codes(monkeypatch: pytest.Monke
         assert isinstance(theirs, native._Codes)
         assert (ours.k, ours.operand) == (theirs.k, theirs.operand)
         assert torch.equal(ours.payload.view(torch.uint8), theirs.payload.view(torch.uint8))
-        assert torch.equal(ours.scales, theirs.scales)
+        scales = [native._swizzled(one) if scaling in GROUPS else one.scales for one in (ours, theirs)]
+        assert torch.equal(*(one.float() for one in scales))
+        assert scaling != "nvfp4" or torch.equal(ours.tensor_scale, theirs.tensor_scale)
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -290,6 +305,29 @@ def test_a_maximum_over_ranks_is_the_references(monkeypatch: pytest.MonkeyPatch,
     _, codes = BACKEND.prepare_and_store(x, alone, shared)
     assert bool((codes.scales == 1).all())
     assert bool((BACKEND.prepare(x, shared).scales == 1).all())
+
+
+def test_a_maximum_over_ranks_is_taken_before_groups_are_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    x, operand = torch.randn(24, 32, device=DEVICE), Operand("e2m1", "nvfp4")
+    uses = [Use(operand, axis, Noise(), lambda amax: amax.fill_(100.0)) for axis in (-1, -2)]
+    expected = [BACKEND.load(REFERENCE.store(x, use)) for use in uses]
+    monkeypatch.setattr(native, "_is_on_gpu", lambda x: True)
+    for ours, theirs in zip(BACKEND.prepare_pair(x, *uses), expected, strict=True):
+        assert torch.equal(ours.payload, theirs.payload)
+        assert float(ours.tensor_scale) == float(theirs.tensor_scale) == pytest.approx(100 / 2688)
+
+
+def test_four_over_six_is_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(native, "_is_on_gpu", lambda x: True)
+    x, use = (
+        torch.randn(16, 64, device=DEVICE),
+        Use(Operand("e2m1", "nvfp4", four_over_six=True), -1, Noise()),
+    )
+    expected = REFERENCE.store(x, use)
+    assert torch.equal(BACKEND.store(x, use).payload, expected.payload)
+    assert torch.equal(BACKEND.prepare(x, use).payload, expected.payload)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (128, 4), (130, 5), (300, 9)], ids=str)

@@ -24,18 +24,23 @@ from torch import Tensor
 from triton_cases import (
     assert_same_bits,
     assert_same_codes,
+    assert_same_groups,
+    assert_same_tensor_scale,
     exact_under_rotation,
     fake_values,
+    in_groups,
     matrix,
     spoilt,
 )
 
 from scrimp.formats import Noise, Operand, quantize
 from scrimp.formats.hadamard import rotate
+from scrimp.gemm.backends.native import swizzle
 from scrimp.gemm.kernels import (
+    GroupsOf,
     add_rounded,
-    fake_quantize_groups,
     quantize_blocks,
+    quantize_groups,
     quantize_tiles,
     tensor_amax,
 )
@@ -57,6 +62,7 @@ CASES = (
 """Sizes that are multiples of 16, none, one of them, and sizes that are constants to the compiler."""
 FEW_CASES = CASES[0], CASES[1], CASES[4]
 SCALINGS = ("mx", "nvfp4", "nvfp4_2d")
+CODED = (("e4m3", "mx"), *(("e2m1", scaling) for scaling in SCALINGS))
 Launchers = Callable[[Callable[[str], str]], PtxLauncher]
 
 
@@ -67,7 +73,7 @@ def launching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launchers]:
 
     def launch(edit: Callable[[str], str]) -> PtxLauncher:
         made.append(PtxLauncher(edit))
-        for name in ("tiles", "block_scaled", "fake_quantize", "rows", "rounded_sums", "adamw"):
+        for name in ("tiles", "block_scaled", "groups", "maxima", "rows", "rounded_sums", "adamw"):
             module = importlib.import_module(f"scrimp.gemm.kernels.{name}")
             monkeypatch.setattr(module, "run", made[-1])
             monkeypatch.setattr(module, "check_devices", lambda **_: None)
@@ -187,11 +193,45 @@ def test_rotated_groups(
 
 
 def assert_same_values(x: Tensor, operand: Operand, axis: int, noise: Noise | None) -> None:
-    values, scale = fake_quantize_groups(x, operand, axis, noise=noise)
+    found = in_groups(x, GroupsOf(operand, "values", noise), axis)
     expected, expected_scale = fake_values(x, operand, axis, noise)
-    assert_same_bits(values, expected.bfloat16())
-    if scale is not None and expected_scale is not None:
-        assert torch.equal(scale.view(torch.int32), expected_scale.view(torch.int32)) or scale.isnan()
+    assert_same_bits(found.codes, expected.bfloat16())
+    assert_same_tensor_scale(found.tensor_scale, expected_scale)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize(("shape", "dtype"), FEW_CASES)
+@pytest.mark.parametrize("names", CODED, ids="-".join)
+@pytest.mark.every(12)
+def test_codes_of_groups_along_both_axes(
+    on_ptx: PtxLauncher, names: tuple[str, str], dtype: torch.dtype, shape: tuple[int, int], rounding: str
+) -> None:
+    operand, noises = Operand(*names, rounding), (Noise(5, 40, 900), Noise(6, 40, 900))  # type: ignore[arg-type]
+    for x in matrices(shape, dtype):
+        found = quantize_groups(x, *(GroupsOf(operand, noise=noise) for noise in noises))
+        for one, axis, noise in zip(found, (-1, -2), noises, strict=True):
+            assert one is not None
+            assert_same_groups(one, quantize(x, *names, axis, operand.rounding, noise=noise))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [ALIGNED, RAGGED])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_rotated_half_and_swizzled_scales(
+    on_ptx: PtxLauncher, scaling: str, shape: tuple[int, int]
+) -> None:
+    x = exact_under_rotation(*shape)
+    plain, rotated = Operand("e2m1", scaling), Operand("e2m1", scaling, hadamard=True)
+    row, column = quantize_groups(x, GroupsOf(plain, "swizzled"), GroupsOf(rotated))
+    assert row is not None
+    assert column is not None
+    assert_same_groups(column, quantize(x, "e2m1", scaling, -2, hadamard=True))
+    expected = quantize(x, "e2m1", scaling, -1)
+    by_row = expected.scales.view(torch.uint8)
+    if scaling == "nvfp4_2d":
+        by_row = by_row.repeat_interleave(16, 0)[: shape[0]]
+    assert torch.equal(row.codes, expected.payload)
+    assert torch.equal(row.scales.view(torch.uint8), swizzle(by_row))
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -34,10 +36,9 @@ def case(gemm: str, recipe: str) -> list[tuple[Tensor, Use]]:
         Use(operand, axis, Noise(number + 1))
         for number, (operand, axis) in enumerate(zip(operands_of(gemm, recipe), AXES[gemm], strict=True))
     ]
-    return [
-        (torch.randn(shape, generator=generator).bfloat16().to(DEVICE), use)
-        for shape, use in zip(shapes[gemm], uses, strict=True)
-    ]
+    # Multiples of 1/16, of which a rotation's sums are exact.
+    numbers = [(torch.randn(shape, generator=generator) * 16).round() / 16 for shape in shapes[gemm]]
+    return [(x.bfloat16().to(DEVICE), use) for x, use in zip(numbers, uses, strict=True)]
 
 
 def exact(cases: list[tuple[Tensor, Use]]) -> tuple[Tensor, Tensor]:
@@ -98,7 +99,7 @@ def test_stored_codes_give_the_product_of_the_tensor(recipe: str) -> None:
     a = BACKEND.prepare(g, g_use)
     from_codes = BACKEND.multiply("wgrad", a, BACKEND.load(REFERENCE.store(x, use)), torch.float32)
     direct = BACKEND.multiply("wgrad", a, BACKEND.prepare(x, use), torch.float32)
-    # Rotated values lie within a unit of the rotation's sum, see fake_quantize.py.
+    # Rotated values lie within a unit of the rotation's sum, see maxima.py.
     tolerance = 1e-2 if recipe == "nvfp4" else 0.0
     assert torch.allclose(from_codes, direct, rtol=0, atol=tolerance * float(direct.abs().max()))
 
@@ -136,6 +137,24 @@ def test_preparing_and_storing_in_one_pass_are_the_two(recipe: str) -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("recipe", GROUPED)
+def test_values_and_codes_of_groups_take_one_launch(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    from scrimp.gemm.kernels import groups, maxima
+
+    launches: list[str] = []
+    for module in (groups, maxima):
+        real = module.run
+
+        def run(kernel: Any, *arguments: Any, real: Any = real, **constants: Any) -> None:
+            launches.append(kernel.fn.__name__)
+            real(kernel, *arguments, **constants)
+
+        monkeypatch.setattr(module, "run", run)
+    (x, use), saved = case("fprop", recipe)[0], case("wgrad", recipe)[1][1]
+    BACKEND.prepare_and_store(x, use, saved)
+    assert launches == ["largest_magnitude_kernel"] * (recipe == "nvfp4") + ["quantize_groups_kernel"]
+
+
 @pytest.mark.parametrize("recipe", TILED)
 def test_tiles_along_both_axes_take_one_launch(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     from scrimp.gemm import kernels
@@ -158,9 +177,9 @@ def test_a_whole_scale_is_the_maximum_over_shards() -> None:
     def widen(amax: Tensor) -> None:
         amax.fill_(1000.0)
 
-    found = BACKEND.prepare(x, Use(use.operand, use.axis, use.noise, widen))
-    assert found.outer is not None
-    assert float(found.outer) == pytest.approx(1000 / (6 * 448), rel=1e-6)
+    shared = Use(use.operand, use.axis, use.noise, widen)
+    found, codes = BACKEND.prepare(x, shared), BACKEND.store(x, shared)
+    assert float(found.outer) == float(codes.tensor_scale) == pytest.approx(1000 / (6 * 448), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ def test_every_kernel_compiles(capability: int) -> None:
         "quantize_rows_kernel",
         "largest_magnitudes_kernel",
         "write_codes_kernel",
-        "fake_quantize_kernel",
-        "tensor_amax_kernel",
+        "quantize_groups_kernel",
+        "largest_magnitude_kernel",
         "add_rounded_kernel",
         "cross_entropy_kernel",
         "adamw_kernel",
@@ -92,6 +92,16 @@ def test_as_many_warps_of_the_rows_quantizer_fit_a_multiprocessor_as_it_has_room
     """2,048 threads share 65,536 registers: rows.py counts on four rows of 512 threads at work, and no more."""
     rows = [case for case in compiled(HOPPER) if case["kernel"] == "quantize_rows_kernel"]
     assert not names([case for case in rows if case["registers"] > 32])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [89, HOPPER, 100, 120])
+def test_two_programs_of_groups_fit_a_multiprocessor(capability: int) -> None:
+    """Of 256 threads at 128 registers; a rotated block of 64 x 64 lies in shared memory as float32, nothing larger."""
+    groups = [case for case in compiled(capability) if case["kernel"] == "quantize_groups_kernel"]
+    assert len(groups) == 10
+    assert not names([case for case in groups if case["stack"] or case["registers"] > 128])
+    assert not names([case for case in groups if case["shared"] > 18 * 1024])
 
 
 @pytest.mark.slow

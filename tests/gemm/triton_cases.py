@@ -7,6 +7,7 @@ from torch import Tensor
 
 from scrimp.formats import Noise, Operand, QuantizedTensor, fake_quantize
 from scrimp.formats.codes import decode
+from scrimp.gemm.kernels import GroupsOf, QuantizedGroups, quantize_groups
 from scrimp.gemm.probe import ACCUMULATOR_STEP, INSTRUCTION_K
 from scrimp.precision import lookup_element
 
@@ -73,6 +74,35 @@ def assert_same_codes(codes: Tensor, scales: Tensor, expected: QuantizedTensor) 
         assert codes.dtype == expected.payload.dtype
         ours, theirs = codes.view(torch.uint8), expected.payload.view(torch.uint8)
     assert torch.equal(ours[compared], theirs[compared])
+
+
+def in_groups(x: Tensor, wanted: GroupsOf, axis: int) -> QuantizedGroups:
+    """A matrix in groups along one axis, by the kernel."""
+    row, column = quantize_groups(x, *((wanted, None) if axis == -1 else (None, wanted)))
+    found = row or column
+    assert found is not None
+    return found
+
+
+def assert_same_groups(found: QuantizedGroups, expected: QuantizedTensor) -> None:
+    """Codes and scales equal bit for bit, but for the sign of a NaN, which differs between processors."""
+    assert_same_tensor_scale(found.tensor_scale, expected.tensor_scale)
+    for ours, theirs in ((found.codes, expected.payload), (found.scales, expected.scales)):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        is_nan = theirs.float().isnan()
+        ours = ours.cpu()
+        assert torch.equal(ours.float().isnan(), is_nan)
+        assert torch.equal(ours.view(torch.uint8)[~is_nan], theirs.view(torch.uint8)[~is_nan])
+
+
+def assert_same_tensor_scale(ours: Tensor | None, theirs: Tensor | None) -> None:
+    assert (ours is None) == (theirs is None)
+    if ours is not None and theirs is not None:
+        assert ours.shape == theirs.shape
+        assert (
+            torch.equal(ours.cpu().view(torch.int32), theirs.view(torch.int32))
+            or ours.isnan() & theirs.isnan()
+        )
 
 
 def assert_same_bits(ours: Tensor, theirs: Tensor) -> None:

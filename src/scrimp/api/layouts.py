@@ -74,7 +74,7 @@ class PredictedStep:
 
     @property
     def step_seconds_today(self) -> float:
-        """Seconds as Scrimp runs today: quantization operator by operator where no fused kernel is written yet."""
+        """Seconds as Scrimp runs today: operator by operator where no fused kernel is written yet."""
         return seconds_today(self.setting, self.step_seconds) or self.step_seconds
 
 

@@ -25,10 +25,10 @@ def answered(**changes):
 
 
 @pytest.mark.parametrize("precision", ["mxfp8", "mxfp4", "nvfp4"])
-def test_formats_without_fused_kernels_say_both(precision):
+def test_formats_whose_kept_codes_are_read_operator_by_operator_say_both(precision):
     both = answered(precision=precision)
     alone = answered(precision=precision, software="scrimp-today")
-    assert both["step_seconds_today"] == alone["step_seconds"] > 1.2 * both["step_seconds"]
+    assert both["step_seconds_today"] == alone["step_seconds"] > 1.1 * both["step_seconds"]
     assert "step_seconds_today" not in alone
 
 

@@ -15,8 +15,8 @@ Method   Codes of both operands have the summed axis last ("TN"): A [M, K] row-m
                          scales beside them; the 16 x 16 blocks of W repeated for each row
          ==============  ===========================================================================
 
-         Triton's kernels make the codes of tensors, rows, tiles and blocks on a GPU; the reference those of groups,
-         and where a maximum is taken over ranks.
+         Triton's kernels make the codes on a GPU, of groups with scales swizzled; the reference those of
+         four-over-six, and of tensors and rows where a maximum is taken over ranks.
 
          Fast accumulation (fewer bits in the FP8 accumulator) in fprop only, as torchao does: errors of
          gradients add up over steps.
@@ -45,6 +45,7 @@ from scrimp.errors import PlanError
 from scrimp.formats import QuantizedTensor
 from scrimp.gemm.backends.base import Backend
 from scrimp.gemm.backends.operands import (
+    GROUPS,
     KernelCodes,
     check_same_device,
     checked_matrix,
@@ -58,7 +59,7 @@ from scrimp.gemm.problem import AXES, Shape, Use, multiply, operands_of
 from scrimp.gemm.weight_sums import PlainProduct, Product
 from scrimp.precision import Operand
 
-QUANTIZED = ("tensor", "row", "tile", "block")
+QUANTIZED = ("tensor", "row", "tile", "block", *GROUPS)
 """Scalings that Triton's kernels quantize."""
 NVFP4 = ("nvfp4", "nvfp4_2d")
 _FAMILIES = {"tensor": "tensor", "row": "row", "tile": "tile", "block": "tile", "mx": "mx"}
@@ -84,6 +85,8 @@ class _Codes:
     tensor_scale: Tensor | None
     operand: Operand
     k: int
+    is_swizzled: bool = False
+    """Scales of groups lie as cuBLASLt reads them."""
 
 
 class TorchBackend(Backend):
@@ -97,25 +100,25 @@ class TorchBackend(Backend):
         return None if a is None or b is None else _refusal(a, b, shape, device)
 
     def prepare(self, x: Tensor, use: Use) -> _Plain | _Codes:
-        """Codes with the summed axis last; on a GPU by Triton's quantizers, but for groups."""
+        """Codes with the summed axis last; on a GPU by Triton's quantizers."""
         if use.operand is None:
             return _Plain(checked_matrix(x))
         if _has_kernel(x, use):
-            return _of_kernel(kernel_codes(x, use), use, x)
+            return _of_kernel(kernel_codes(x, use, "swizzled"), use, x)
         return self.load(super().store(checked_matrix(x), use))
 
     def prepare_pair(self, x: Tensor, first: Use, second: Use) -> tuple[_Codes, _Codes] | None:
         """Both copies of a gradient from the same passes over memory, where Triton quantizes."""
         if not _is_kernel_pair(x, first, second):
             return None
-        a, b = kernel_pair(x, first, second)
+        a, b = kernel_pair(x, first, second, ("swizzled", "swizzled"))
         return _of_kernel(a, first, x), _of_kernel(b, second, x)
 
     def prepare_and_store(self, x: Tensor, use: Use, saved: Use) -> tuple[_Plain | _Codes, QuantizedTensor]:
         """The same for fprop's operand and the codes that wgrad will read."""
         if not _is_kernel_pair(x, use, saved):
             return self.prepare(x, use), self.store(x, saved)
-        a, codes = kernel_pair(x, use, saved)
+        a, codes = kernel_pair(x, use, saved, ("swizzled", "codes"))
         assert saved.operand is not None
         return _of_kernel(a, use, x), to_stored(codes, saved.operand, saved.axis, x.shape)
 
@@ -161,11 +164,13 @@ class TorchBackend(Backend):
 
 
 def _has_kernel(x: Tensor, use: Use) -> bool:
-    """Whether Triton quantizes this operand; not where a maximum is taken over ranks, which the reference does."""
+    """Whether Triton quantizes this operand; of tensors and rows not where a maximum is taken over ranks."""
     operand = use.operand
-    if operand is None or operand.element == "e2m1" or operand.hadamard or use.reduce_amax is not None:
+    if operand is None or operand.scaling not in QUANTIZED or not _is_on_gpu(x) or not has_triton():
         return False
-    return _is_on_gpu(x) and operand.scaling in QUANTIZED and has_triton()
+    if operand.scaling in GROUPS:
+        return not operand.four_over_six
+    return operand.element != "e2m1" and not operand.hadamard and use.reduce_amax is None
 
 
 def _is_on_gpu(x: Tensor) -> bool:
@@ -178,7 +183,9 @@ def _is_kernel_pair(x: Tensor, first: Use, second: Use) -> bool:
 
 def _of_kernel(found: KernelCodes, use: Use, x: Tensor) -> _Codes:
     assert use.operand is not None
-    return _Codes(found.codes, found.scales, None, use.operand, x.shape[use.axis])
+    is_swizzled = use.operand.scaling in GROUPS
+    k = x.shape[use.axis]
+    return _Codes(found.codes, found.scales, found.tensor_scale, use.operand, k, is_swizzled)
 
 
 # -- rules -------------------------------------------------------------------------------------
@@ -269,7 +276,7 @@ def _mx_product(gemm: str, a: _Codes, b: _Codes, out: torch.dtype) -> Tensor:
     """Blackwell's 1x32 scales, E4M3, E5M2 or E2M1 codes. Not run yet."""
     # The FP4 kernel gives bf16 only.
     type_ = torch.bfloat16 if a.operand.element == "e2m1" else out
-    scales = [swizzle(x.scales).view(torch.float8_e8m0fnu) for x in (a, b)]
+    scales = [_swizzled(x).view(torch.float8_e8m0fnu) for x in (a, b)]
     kind, order = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
     a_codes, b_codes = _elements(a), _elements(b).t()
     product = F.scaled_mm(
@@ -280,7 +287,7 @@ def _mx_product(gemm: str, a: _Codes, b: _Codes, out: torch.dtype) -> Tensor:
 
 def _nvfp4_product(gemm: str, a: _Codes, b: _Codes, out: torch.dtype) -> Tensor:
     """Blackwell's 1x16 scales with one fp32 scale per tensor. Not run yet."""
-    a_scales, b_scales = ([swizzle(_by_row(x)), _whole(x)] for x in (a, b))
+    a_scales, b_scales = ([_swizzled(x), _whole(x)] for x in (a, b))
     kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
     orders = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
     return F.scaled_mm(
@@ -301,12 +308,14 @@ def _whole(x: _Codes) -> Tensor:
     return x.tensor_scale.reshape(1)
 
 
-def _by_row(x: _Codes) -> Tensor:
-    """NVFP4 scales for every row: those of 16 x 16 blocks repeated."""
-    if x.operand.scaling == "nvfp4":
+def _swizzled(x: _Codes) -> Tensor:
+    """Scales of groups as cuBLASLt reads them, of every row: those of 16 x 16 blocks repeated."""
+    if x.is_swizzled:
         return x.scales
+    if x.operand.scaling != "nvfp4_2d":
+        return swizzle(x.scales)
     repeated = x.scales.view(torch.uint8).repeat_interleave(16, 0)[: len(x.payload)]
-    return repeated.view(x.scales.dtype)
+    return swizzle(repeated.view(x.scales.dtype))
 
 
 def _elements(x: _Codes) -> Tensor:

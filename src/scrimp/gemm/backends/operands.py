@@ -23,10 +23,13 @@ from scrimp.errors import DeviceError, PlanError
 from scrimp.formats import Noise, QuantizedTensor
 from scrimp.formats.quantize import FLOATS
 from scrimp.gemm import kernels
+from scrimp.gemm.kernels.launch import Form, GroupsOf, QuantizedGroups
 from scrimp.gemm.problem import COLUMNS, ROWS, Use
 from scrimp.precision import Operand
 
+GROUPS = ("mx", "nvfp4", "nvfp4_2d")
 PAIRED = {"tile": "quantize_tiles", "row": "quantize_rows", "tensor": "quantize_tensor"}
+PAIRED.update(dict.fromkeys(GROUPS, "quantize_groups"))
 """Scalings whose launchers quantize along both axes at once."""
 _HALF = 0x30
 """The E4M3 code of 0.5."""
@@ -37,10 +40,12 @@ class KernelCodes:
     """A matrix as a GEMM reads it: the summed axis last."""
 
     codes: Tensor
-    """float8 [rows, K]; E2M1 as E4M3."""
+    """float8 [rows, K]; E2M1 as E4M3. Of groups as in `kernels.QuantizedGroups`: E2M1 packed, or bfloat16 values."""
     scales: Tensor
     """float32 [rows, ceil(K / 128)] of tiles, [ceil(rows / 128), ceil(K / 128)] of blocks, [rows, 1] of rows, [1] of a
-    tensor; any strides."""
+    tensor; any strides. One byte for each group."""
+    tensor_scale: Tensor | None = None
+    """NVFP4's."""
 
 
 def checked_matrix(x: Tensor) -> Tensor:
@@ -74,8 +79,12 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def kernel_codes(x: Tensor, use: Use) -> KernelCodes:
-    """Quantize a matrix by Triton's kernels, in one of the scalings that have them."""
+def kernel_codes(x: Tensor, use: Use, form: Form = "codes") -> KernelCodes:
+    """Quantize a matrix by Triton's kernels, in one of the scalings that have them.
+
+    Args:
+        form: of groups.
+    """
     assert use.operand is not None
     if use.operand.scaling == "block":
         blocks = kernels.quantize_blocks(readable(x), use.operand.element, transposed=use.axis == ROWS)
@@ -83,7 +92,8 @@ def kernel_codes(x: Tensor, use: Use) -> KernelCodes:
             return KernelCodes(blocks.codes, blocks.scales)
         assert blocks.transposed_codes is not None
         return KernelCodes(blocks.transposed_codes, blocks.scales.t())
-    row, column = _quantized(x, use if use.axis == COLUMNS else None, use if use.axis == ROWS else None)
+    sides = (use, None) if use.axis == COLUMNS else (None, use)
+    row, column = _quantized(x, *sides, (form, form))
     found = row or column
     assert found is not None
     return found
@@ -98,21 +108,25 @@ def is_kernel_pair(first: Use, second: Use) -> bool:
     return (first.axis, second.axis) == (COLUMNS, ROWS) and not shares_noise
 
 
-def kernel_pair(x: Tensor, first: Use, second: Use) -> tuple[KernelCodes, KernelCodes]:
-    """Both operands of a pair that `is_kernel_pair` allows, from the same passes over memory."""
-    row, column = _quantized(x, first, second)
+def kernel_pair(
+    x: Tensor, first: Use, second: Use, forms: tuple[Form, Form] = ("codes", "codes")
+) -> tuple[KernelCodes, KernelCodes]:
+    """Both operands of a pair that `is_kernel_pair` allows, from the same passes over memory; forms are of groups."""
+    row, column = _quantized(x, first, second, forms)
     assert row is not None
     assert column is not None
     return row, column
 
 
 def _quantized(
-    x: Tensor, by_row: Use | None, by_column: Use | None
+    x: Tensor, by_row: Use | None, by_column: Use | None, forms: tuple[Form, Form]
 ) -> tuple[KernelCodes | None, KernelCodes | None]:
-    """A matrix in tiles, or with scales of rows or of the tensor: along its columns, its rows, or both."""
+    """A matrix in tiles or groups, or with scales of rows or of the tensor: along its columns, its rows, or both."""
     use = by_row or by_column
     assert use is not None
     assert use.operand is not None
+    if use.operand.scaling in GROUPS:
+        return _in_groups(readable(x), (by_row, by_column), forms)
     # Looked up by name: triton is imported when a launcher is first asked for.
     quantize = getattr(kernels, PAIRED[use.operand.scaling])
     found = quantize(
@@ -127,10 +141,30 @@ def _quantized(
     return row, column
 
 
+def _in_groups(
+    x: Tensor, uses: tuple[Use | None, Use | None], forms: tuple[Form, Form]
+) -> tuple[KernelCodes | None, KernelCodes | None]:
+    """The same of groups, with the largest numbers of all ranks where they share a tensor."""
+    maxima = kernels.group_maxima(x, *(None if use is None else use.operand for use in uses))
+    asked = []
+    for use, form, amax in zip(uses, forms, maxima, strict=True):
+        if use is not None and use.reduce_amax is not None and amax is not None:
+            use.reduce_amax(amax)
+        operand = None if use is None else use.operand
+        asked.append(None if use is None or operand is None else GroupsOf(operand, form, use.noise, amax))
+    row, column = kernels.quantize_groups(x, *asked)
+    return _of_groups(row), _of_groups(column)
+
+
+def _of_groups(found: QuantizedGroups | None) -> KernelCodes | None:
+    return None if found is None else KernelCodes(found.codes, found.scales, found.tensor_scale)
+
+
 def to_stored(found: KernelCodes, operand: Operand, axis: int, shape: torch.Size) -> QuantizedTensor:
     """The tensor that `scrimp.formats.quantize` gives; where a scale is NaN codes mean nothing, and may differ."""
-    payload = pack_e2m1(found.codes) if operand.element == "e2m1" else found.codes
-    return QuantizedTensor(payload, found.scales.contiguous(), None, operand, axis, shape)
+    is_wide = operand.element == "e2m1" and operand.scaling not in GROUPS
+    payload = pack_e2m1(found.codes) if is_wide else found.codes
+    return QuantizedTensor(payload, found.scales.contiguous(), found.tensor_scale, operand, axis, shape)
 
 
 def from_stored(codes: QuantizedTensor) -> KernelCodes:

@@ -5,8 +5,9 @@ fp8, fp4             One kernel quantizes a tensor, both ways where backward nee
                      numbers are FP4's, the speed is FP8's.
 mxfp8, mxfp4, nvfp4  Code times scale is exact in bf16: quantized and dequantized in one pass over memory, then a bf16
                      product with fp32 sums; NVFP4's scales of whole tensors multiply the result.
-Stored codes         are those of `scrimp.formats.quantize`, bit for bit, E2M1 packed.
-Limits               No tensor or row scales (torch's kernels take those) and no four-over-six. Where a group
+Stored codes         are those of `scrimp.formats.quantize`, bit for bit, E2M1 packed, from the pass that makes fprop's
+                     operand. Of rotated groups a code may fall to the other side of a tie (kernels/maxima.py).
+Limits               No tensor or row scales (torch's kernels take those) and no four-over-six. Where a tile
                      has a NaN its scale is NaN, and its stored codes mean nothing.
 Checked              tests/gemm/test_native.py, in Triton's interpreter.
 """
@@ -22,10 +23,10 @@ import torch
 from torch import Tensor
 
 from scrimp.formats import Noise, QuantizedTensor
-from scrimp.formats.scales import nvfp4_tensor_scale
 from scrimp.gemm import kernels
 from scrimp.gemm.backends.base import Backend
 from scrimp.gemm.backends.operands import (
+    GROUPS,
     KernelCodes,
     check_same_device,
     from_stored,
@@ -33,16 +34,14 @@ from scrimp.gemm.backends.operands import (
     is_kernel_pair,
     kernel_codes,
     kernel_pair,
-    readable,
     to_stored,
 )
 from scrimp.gemm.kernels.launch import INPUT_TYPES, may_run
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, operands_of
 from scrimp.gemm.weight_sums import Product
-from scrimp.precision import Operand, lookup_scaling
+from scrimp.precision import Operand
 
 TILES = ("tile", "block")
-GROUPS = ("mx", "nvfp4", "nvfp4_2d")
 
 
 @dataclass(frozen=True)
@@ -89,40 +88,34 @@ class TritonBackend(Backend):
 
     def prepare(self, x: Tensor, use: Use) -> KernelCodes | _Values:
         """Codes of tiles and blocks; bf16 values of groups."""
-        operand = use.operand
-        assert operand is not None
-        if operand.scaling in TILES:
+        if _is_tiled(use.operand):
             return kernel_codes(x, use)
-        x = readable(x)
-        scale = None
-        if lookup_scaling(operand.scaling).has_tensor_scale and use.reduce_amax is not None:
-            amax = kernels.tensor_amax(x, operand.hadamard, use.axis)
-            use.reduce_amax(amax)
-            scale = nvfp4_tensor_scale(amax)
-        return _Values(*kernels.fake_quantize_groups(x, operand, use.axis, scale, use.noise))
+        return _values(kernel_codes(x, use, "values"))
 
     def prepare_pair(
         self, x: Tensor, first: Use, second: Use
     ) -> tuple[KernelCodes | _Values, KernelCodes | _Values] | None:
-        """Both copies of a tiled tensor in one pass over memory."""
-        return kernel_pair(x, first, second) if is_kernel_pair(first, second) else None
+        """Both copies of a tiled tensor in one pass over memory; values of groups would lie side by side, four bytes
+        for each number, to save the reading of two."""
+        is_pair = _is_tiled(first.operand) and is_kernel_pair(first, second)
+        return kernel_pair(x, first, second) if is_pair else None
 
     def store(self, x: Tensor, use: Use) -> QuantizedTensor:
-        """The reference's codes; of tiles by the fused quantizer."""
+        """The reference's codes, by the fused quantizers."""
         assert use.operand is not None
-        if use.operand.scaling in TILES:
-            return to_stored(kernel_codes(x, use), use.operand, use.axis, x.shape)
-        return super().store(x, use)
+        return to_stored(kernel_codes(x, use), use.operand, use.axis, x.shape)
 
     def prepare_and_store(
         self, x: Tensor, use: Use, saved: Use
     ) -> tuple[KernelCodes | _Values, QuantizedTensor]:
-        """fprop's tiles and the codes for wgrad in one pass over memory."""
+        """fprop's operand and the codes for wgrad in one pass over memory."""
         if not is_kernel_pair(use, saved):
             return self.prepare(x, use), self.store(x, saved)
-        operand, codes = kernel_pair(x, use, saved)
+        is_tiled = _is_tiled(use.operand)
+        found, codes = kernel_pair(x, use, saved, ("codes" if is_tiled else "values", "codes"))
         assert saved.operand is not None
-        return operand, to_stored(codes, saved.operand, saved.axis, x.shape)
+        stored = to_stored(codes, saved.operand, saved.axis, x.shape)
+        return found if is_tiled else _values(found), stored
 
     def load(self, codes: QuantizedTensor) -> KernelCodes | _Values:
         """Codes as E4M3, or their bf16 values."""
@@ -205,6 +198,10 @@ def _adds(device: torch.device, dtype: torch.dtype) -> bool:
         return torch.equal(total, expected)
 
     return dtype in INPUT_TYPES and may_run("product that adds to a sum", trial)
+
+
+def _values(found: KernelCodes) -> _Values:
+    return _Values(found.codes, found.tensor_scale)
 
 
 def is_interpreted() -> bool:

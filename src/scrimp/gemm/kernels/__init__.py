@@ -16,28 +16,39 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from scrimp.errors import DeviceError
-from scrimp.gemm.kernels.launch import ColumnTiles, RowTiles, ScaledRows, WeightBlocks
+from scrimp.gemm.kernels.launch import (
+    ColumnTiles,
+    GroupsOf,
+    QuantizedGroups,
+    RowTiles,
+    ScaledRows,
+    WeightBlocks,
+)
 
 if TYPE_CHECKING:
     from scrimp.gemm.kernels.adamw import update_adamw
     from scrimp.gemm.kernels.block_scaled import quantize_blocks
-    from scrimp.gemm.kernels.fake_quantize import fake_quantize_groups, tensor_amax
+    from scrimp.gemm.kernels.groups import group_maxima, quantize_groups
     from scrimp.gemm.kernels.loss import cross_entropy
     from scrimp.gemm.kernels.matmul import add_scaled_matmul, scaled_matmul, tune, tuning_bytes
+    from scrimp.gemm.kernels.maxima import tensor_amax
     from scrimp.gemm.kernels.rounded_sums import add_rounded
     from scrimp.gemm.kernels.rows import quantize_rows, quantize_tensor
     from scrimp.gemm.kernels.tiles import quantize_tiles
 
 __all__ = [
     "ColumnTiles",
+    "GroupsOf",
+    "QuantizedGroups",
     "RowTiles",
     "ScaledRows",
     "WeightBlocks",
     "add_rounded",
     "add_scaled_matmul",
     "cross_entropy",
-    "fake_quantize_groups",
+    "group_maxima",
     "quantize_blocks",
+    "quantize_groups",
     "quantize_rows",
     "quantize_tensor",
     "quantize_tiles",
@@ -52,13 +63,14 @@ _HOMES = {
     "add_rounded": "rounded_sums",
     "add_scaled_matmul": "matmul",
     "cross_entropy": "loss",
-    "fake_quantize_groups": "fake_quantize",
+    "group_maxima": "groups",
     "quantize_blocks": "block_scaled",
+    "quantize_groups": "groups",
     "quantize_rows": "rows",
     "quantize_tensor": "rows",
     "quantize_tiles": "tiles",
     "scaled_matmul": "matmul",
-    "tensor_amax": "fake_quantize",
+    "tensor_amax": "maxima",
     "tune": "matmul",
     "tuning_bytes": "matmul",
     "update_adamw": "adamw",

@@ -26,11 +26,14 @@ import triton.language as tl
 EXPONENT_FIELD = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 MANTISSA_FIELD = tl.constexpr(0x007FFFFF)
+ONE = tl.constexpr(0x3F800000)
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 SMALL_TENSOR_SCALE = tl.constexpr(2.0**-100)
 LIFT = tl.constexpr(2.0**64)
 E4M3 = tl.constexpr((448.0, 3, -6))
 E4M3_MAX = tl.constexpr(448.0)
+NVFP4_MAX = tl.constexpr((6.0 * 448.0,))
+"""What NVFP4's largest element and its largest block scale make of a tensor's scale of 1."""
 
 
 @triton.jit
@@ -76,12 +79,16 @@ def fp32_scale(amax_bits, ELEMENT: tl.constexpr):
 
 @triton.jit
 def e8m0_scale(amax_bits, ELEMENT: tl.constexpr, MAX_EXPONENT: tl.constexpr, NO_CLIP: tl.constexpr):
-    """(decode, encode): a power of two and its reciprocal, by OCP's floor rule or rounded up."""
+    """(decode, encode): a power of two and its reciprocal, by OCP's floor rule or rounded up.
+
+    Rounded up: one more than the floor where the fraction is above that of the largest value, which no rounding of
+    amax / qmax hides; and at least 2^-126 where that quotient is not zero, above half the smallest number.
+    """
+    biased = (amax_bits >> 23) - MAX_EXPONENT
     if NO_CLIP:
-        bits = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), ELEMENT[0]).to(tl.int32, bitcast=True)
-        biased = (bits >> 23) + ((bits & MANTISSA_FIELD) > 0).to(tl.int32)
-    else:
-        biased = (amax_bits >> 23) - MAX_EXPONENT
+        fraction = ((amax_bits & MANTISSA_FIELD) | ONE).to(tl.float32, bitcast=True)
+        biased += (fraction > ELEMENT[0] * 2.0**-MAX_EXPONENT).to(tl.int32)
+        biased = tl.maximum(biased, (amax_bits > ELEMENT[0] * 0.5).to(tl.int32))
     biased = tl.minimum(tl.maximum(biased, 0), 254)
     is_finite = amax_bits < EXPONENT_FIELD
     decode = tl.where(is_finite, power_of_two(biased), float("nan"))
@@ -160,6 +167,19 @@ def round_stochastic(t, noise, ELEMENT: tl.constexpr):
     nearest = (lifted + 1.5 * 2.0**23) - 1.5 * 2.0**23
     floor = tl.where(nearest > lifted, nearest - 1.0, nearest)
     return saturate(floor * step, ELEMENT)
+
+
+@triton.jit
+def codes_of(q, BITS: tl.constexpr, ELEMENT: tl.constexpr):
+    """uint8 codes of an element's values; of a NaN the largest code of 8 bits, and 0 of 4, which have none.
+
+    Times 2^(-126 - e), with e its smallest exponent, the values have the exponents of float32, subnormal where theirs
+    are: the code is then the head of the bits.
+    """
+    magnitude = magnitude_bits(q * 2.0 ** (-126 - ELEMENT[2])) >> (23 - ELEMENT[1])
+    nan = 0 if BITS == 4 else 0x7F
+    sign = (q.to(tl.int32, bitcast=True) >> (32 - BITS)) & (1 << (BITS - 1))
+    return tl.where(q == q, magnitude | sign, nan).to(tl.uint8)
 
 
 @triton.jit

@@ -11,14 +11,17 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from scrimp.errors import DeviceError, PlanError
+from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.noise import Noise
-from scrimp.precision.formats import Element, lookup_element
+from scrimp.formats.quantize import PAYLOAD_TYPES, SCALE_TYPES
+from scrimp.precision.formats import Element, lookup_element, lookup_scaling, scale_shape
+from scrimp.precision.recipes import Operand
 
 TILE = 128
 """Elements of a tile; rows and columns of a block, and of a program's share."""
@@ -28,6 +31,8 @@ WARPS_NEAREST, WARPS_STOCHASTIC = 8, 16
 """Warps of a program with a block of 128 x 128. Nearest: two programs fit a multiprocessor at 128 registers; with noise
 128 do not suffice, and one program should have more warps. By registers alone: times are not measured yet."""
 INPUT_TYPES = (torch.bfloat16, torch.float32)
+Form = Literal["codes", "swizzled", "values"]
+"""Of groups: codes with scales in their order or in cuBLASLt's, or values in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,66 @@ class ScaledRows:
     """float8, the scaled axis last: [R, C], or [C, R] where the rows were scaled along."""
     scales: Tensor
     """float32: [rows of the codes, 1], or [1] of the whole tensor."""
+
+
+@dataclass(frozen=True)
+class QuantizedGroups:
+    """A matrix in MX or NVFP4 groups."""
+
+    codes: Tensor
+    """float8, or uint8 with two E2M1 codes a byte, the scaled axis last; or bfloat16 values in the matrix's own layout,
+    where groups were rotated padded to a multiple of 16 along the scaled axis."""
+    scales: Tensor
+    """One byte for each group: E4M3, or uint8 biased exponents; in cuBLASLt's order one axis, of values nothing."""
+    tensor_scale: Tensor | None
+    """NVFP4's, float32 of no axes."""
+
+
+@dataclass(frozen=True)
+class GroupsOf:
+    """One result that is asked for."""
+
+    operand: Operand
+    """mx, nvfp4 or nvfp4_2d scaling, without four_over_six."""
+    form: Form = "codes"
+    noise: Noise | None = None
+    """Stream for stochastic rounding; None: that of key 0."""
+    amax: Tensor | None = None
+    """NVFP4's largest magnitude, float32 of one element; None: that of the matrix."""
+
+    @property
+    def how(self) -> tuple[bool, bool, bool]:
+        """Rotated, rounded stochastically, scales in cuBLASLt's order."""
+        operand = self.operand
+        return operand.hadamard, operand.rounding == "stochastic", self.form == "swizzled"
+
+    @property
+    def stream(self) -> Noise | None:
+        """The noise that it is rounded with."""
+        return (self.noise or Noise()) if self.operand.rounding == "stochastic" else None
+
+    def empty(self, x: Tensor, axis: int) -> QuantizedGroups:
+        """Room for the result; what is not there has the scale 1."""
+        shape = list(x.shape)
+        shape[axis] += -shape[axis] % HADAMARD_SIZE if self.operand.hadamard else 0
+        scaling = lookup_scaling(self.operand.scaling)
+        make = torch.empty if x.numel() else torch.ones
+        tensor_scale = make((), device=x.device) if scaling.has_tensor_scale else None
+        if self.form == "values":
+            nothing = torch.empty(0, dtype=torch.uint8, device=x.device)
+            values = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
+            return QuantizedGroups(values, nothing, tensor_scale)
+        outer, inner = shape if axis == -1 else shape[::-1]
+        element = lookup_element(self.operand.element)
+        payload = (outer, math.ceil(inner * element.bits / 8))
+        size = scale_shape((outer, inner), scaling)
+        if self.form == "swizzled":
+            size = (math.ceil(outer / 128) * math.ceil(size[1] / 4) * 512,)
+        return QuantizedGroups(
+            torch.empty(payload, dtype=PAYLOAD_TYPES[element.name], device=x.device),
+            torch.empty(size, dtype=SCALE_TYPES[scaling.scale_type], device=x.device),
+            tensor_scale,
+        )
 
 
 def empty_tiles(rows: int, columns: int, element: str, device: torch.device) -> tuple[Tensor, Tensor]:

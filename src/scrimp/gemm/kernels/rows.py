@@ -53,7 +53,6 @@ from scrimp.gemm.kernels.arithmetic import (
     uniform,
     widen,
 )
-from scrimp.gemm.kernels.fake_quantize import tensor_amax
 from scrimp.gemm.kernels.launch import (
     CODE_TYPES,
     TILE,
@@ -68,6 +67,7 @@ from scrimp.gemm.kernels.launch import (
     hashes,
     run,
 )
+from scrimp.gemm.kernels.maxima import tensor_amax
 from scrimp.precision.formats import lookup_element
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 256, 4096

@@ -1,8 +1,9 @@
 """How long a step of Scrimp takes as its quantization runs today.
 
 Problem  Scrimp's own step (`softwares/scrimp.toml`) is predicted with operands quantized by one fused kernel for each
-         pass. Groups (MX, NVFP4) have no such kernels yet: they run operator by operator, which moves 15 to 70
-         times as many bytes, so that a plan may be faster than bf16 in the prediction and slower when it is trained.
+         pass. Some passes have no such kernel yet: where Triton's back end takes MX and NVFP4, the codes that are kept
+         for wgrad become values operator by operator, 28 to 155 bytes for each number, so that a plan may be
+         faster in the prediction than when it is trained.
 Method   The same setting with the counts of `softwares/scrimp-today.toml`.
 Limits   A plan is searched with fused kernels; today's best may be another one.
 Checked  tests/planner/layout/test_today.py
