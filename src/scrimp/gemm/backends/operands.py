@@ -92,8 +92,8 @@ def kernel_codes(x: Tensor, use: Use, form: Form = "codes") -> KernelCodes:
             return KernelCodes(blocks.codes, blocks.scales)
         assert blocks.transposed_codes is not None
         return KernelCodes(blocks.transposed_codes, blocks.scales.t())
-    sides = (use, None) if use.axis == COLUMNS else (None, use)
-    row, column = _quantized(x, *sides, (form, form))
+    by_row, by_column = (use, None) if use.axis == COLUMNS else (None, use)
+    row, column = _quantized(x, by_row, by_column, (form, form))
     found = row or column
     assert found is not None
     return found

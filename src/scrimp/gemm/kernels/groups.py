@@ -38,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from scrimp.errors import PlanError
+from scrimp.formats import Noise
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.gemm.kernels.arithmetic import (
     E4M3,
@@ -372,8 +373,8 @@ def _launch(
         rotation_for(x, any(one is not None and one.operand.hadamard for one in (by_row, by_column))),
         *_arguments(x, by_row, row, amax_row),
         *_arguments(x, by_column, column, amax_column),
-        *hashes(by_row and by_row.stream, num_rows, padded[1], x),
-        *hashes(by_column and by_column.stream, padded[0], num_columns, x),
+        *hashes(_stream(by_row), num_rows, padded[1], x),
+        *hashes(_stream(by_column), padded[0], num_columns, x),
         num_rows,
         num_columns,
         ROW=by_row and by_row.how,
@@ -387,6 +388,10 @@ def _launch(
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
+
+
+def _stream(wanted: GroupsOf | None) -> Noise | None:
+    return None if wanted is None else wanted.stream
 
 
 def _arguments(
@@ -407,9 +412,7 @@ def _arguments(
 
 
 def _check(wanted: list[GroupsOf], by_row: GroupsOf | None, by_column: GroupsOf | None) -> None:
-    check_choice(
-        by_row is not None, by_column is not None, by_row and by_row.stream, by_column and by_column.stream
-    )
+    check_choice(by_row is not None, by_column is not None, _stream(by_row), _stream(by_column))
     for one in wanted:
         operand, amax = one.operand, one.amax
         if operand.scaling not in SCALINGS:
