@@ -104,7 +104,7 @@ def test_factors_are_exported_as_their_product(name: str, order: int, tmp_path: 
     twice = [one for one in named if "0.mlp.down.A" in one[0]] * 2
     with pytest.raises(ModelError, match=r"mlp\.down\.A\.weight came twice"):
         export_model(iter(twice), model.architecture, tmp_path / "twice")
-    with pytest.raises(ModelError, match="lacks one of its two factors"):
+    with pytest.raises(ModelError, match="lacks one of its 2 parts"):
         export_model(
             (one for one in model.named_parameters() if "0.mlp.down.A" not in one[0]),
             model.architecture,

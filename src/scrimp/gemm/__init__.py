@@ -20,6 +20,7 @@ from scrimp.gemm.observe import Execution, is_running, observing, without_witnes
 from scrimp.gemm.problem import compute_dtype
 from scrimp.gemm.recompute import is_running_again, run_again, run_again_before
 from scrimp.gemm.select import Recorded, backends_for, refuse_unrunnable
+from scrimp.gemm.sparse_low_rank import SparseLowRankLinear, whole_matrix
 from scrimp.gemm.stored_weight import StoredWeight, store, stored_values
 from scrimp.precision import LinearPrecision
 
@@ -37,6 +38,7 @@ __all__ = [
     "PlannedLinear",
     "PlannedModel",
     "Recorded",
+    "SparseLowRankLinear",
     "StoredWeight",
     "adapt",
     "backends_for",
@@ -62,4 +64,5 @@ __all__ = [
     "swap_in",
     "weight_matrix",
     "without_witnesses",
+    "whole_matrix",
 ]
