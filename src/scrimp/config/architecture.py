@@ -190,7 +190,9 @@ class Architecture:
     @property
     def _sparse_parameters(self) -> int:
         """Elements of the sparse matrices of a block."""
-        of_width = (self.attention_width + 2 * self.kv_width + 2 * self.ffn_width) * self.sparse_entries(self.width)
+        of_width = (self.attention_width + 2 * self.kv_width + 2 * self.ffn_width) * self.sparse_entries(
+            self.width
+        )
         of_others = self.sparse_entries(self.attention_width) + self.sparse_entries(self.ffn_width)
         return of_width + self.width * of_others
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from scrimp.config.architecture import Architecture
 from scrimp.config.optimizers import facts_of
-from scrimp.config.schema import Config
 from scrimp.config.pipeline import V_SHAPED
+from scrimp.config.schema import Config
 from scrimp.errors import ConfigError
 from scrimp.precision import HIGH_PRECISION
 from scrimp.user_code import is_code

@@ -63,6 +63,6 @@ __all__ = [
     "stored_values",
     "swap_in",
     "weight_matrix",
-    "without_witnesses",
     "whole_matrix",
+    "without_witnesses",
 ]

@@ -160,7 +160,8 @@ def _multiplied_out(
             yield f"{layer}.weight", whole.to(dtype or tensor.dtype)
     for layer in waiting:
         raise ModelError(
-            f"{layer} lacks one of its {len(ends)} parts", expected=" and ".join(f"{layer}{one}" for one in ends)
+            f"{layer} lacks one of its {len(ends)} parts",
+            expected=" and ".join(f"{layer}{one}" for one in ends),
         )
 
 
