@@ -14,6 +14,7 @@ Places   Number j of a row lies in one of the columns from n j / k to n (j + 1) 
          wherever they are needed: they are no tensor of a model, of a checkpoint, or of ranks.
 Limits   A layer's places depend on its name and shape alone: runs of several seeds share them.
          Making W and pulling dW back costs 8 r n m FLOPs in a micro-batch, beside 6 n m for each of its tokens.
+         So does each token that is generated.
          A plan's formats would quantize W: they are refused beside such layers, as compiled blocks are, which would
          keep every W from forward to backward (`scrimp.config.low_rank`).
 Source   Han et al. 2024, SLTrain, arXiv 2406.02214, whose places are drawn from all of the matrix, so that rows differ
