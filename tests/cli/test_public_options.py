@@ -18,7 +18,8 @@ CONFIG = """
 --data.vocab-size --data.held-out
 --data.mask-documents --data.no-mask-documents --data.cache
 --model.preset --model.weights --model.kind --model.vocab-size --model.context --model.num-layers --model.width
---model.num-heads --model.num-kv-heads --model.ffn-width --model.rank --model.capacity-factor
+--model.num-heads --model.num-kv-heads --model.ffn-width --model.rank --model.sparse-share
+--model.capacity-factor
 --adapter.rank --adapter.alpha --adapter.targets --adapter.base
 --train.steps --train.sequence --train.batch-tokens --train.micro-batch --optimizer.name --optimizer.lr
 --schedule.name --schedule.warmup-steps --schedule.final-lr-ratio --optimizer.weight-decay --optimizer.beta1

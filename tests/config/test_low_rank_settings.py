@@ -12,10 +12,12 @@ from scrimp.config.values import check_values
 from scrimp.errors import ConfigError
 
 
-def resolved(rank: int | None = 16, ranks: int = 1, **settings: Any) -> Resolution:
+def resolved(
+    rank: int | None = 16, ranks: int = 1, share: float | None = None, device: str = "cpu", **settings: Any
+) -> Resolution:
     config = replace_values(Config(), {key.replace("__", "."): value for key, value in settings.items()})
-    architecture = replace(preset("llama-3m"), rank=rank)
-    return resolve(config, architecture, device_type="cpu", ranks=ranks)
+    architecture = replace(preset("llama-3m"), rank=rank, sparse_share=share)
+    return resolve(config, architecture, device_type=device, ranks=ranks)
 
 
 def test_factors_ask_nothing_of_other_settings() -> None:
@@ -42,6 +44,33 @@ def test_factors_ask_nothing_of_other_settings() -> None:
 def test_what_is_not_carried_out_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         resolved(optimizer__refactor_every=50, **settings)
+
+
+def test_what_a_matrix_made_for_a_product_cannot_have_is_refused_by_name() -> None:
+    found = resolved(share=0.03, optimizer__refactor_every=50, precision="bf16", device="cuda")
+    assert found.config.train.compile == "off"
+    assert "kept in compiled blocks" in found.reasons["train.compile"]
+    for name in ("galore", "fira", "muon", "nadamw"):
+        assert resolved(share=0.03, optimizer__name=name).config.optimizer.name == name
+    refused: list[dict[str, Any]] = [
+        {"precision": "fp8"},
+        {"precision": "snip"},
+        {"precision": "bf16,head=fp8"},
+        {"train__compile": "on"},
+        {"ranks": 2, "layout__pp": 2, "layout__schedule": "zbv"},
+        {"ranks": 2, "layout__tp": 2},
+    ]
+    for settings in refused:
+        key, value = [(k.replace("__", "."), v) for k, v in settings.items()][-1]
+        match = f"{key} ({value} )?is not carried out beside model"
+        with pytest.raises(ConfigError, match=match):
+            resolved(share=0.03, **settings)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, float("nan")])
+def test_shares_out_of_range_are_refused(share: float) -> None:
+    with pytest.raises(ConfigError, match=r"model\.sparse_share is out of range"):
+        check_values(replace_values(Config(), {"model.sparse_share": share}))
 
 
 @pytest.mark.parametrize("key", ["model.rank", "optimizer.refactor_every"])

@@ -87,10 +87,12 @@ def test_a_stream_in_any_order_writes_the_same_file(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2 tied", "gemma3"])
-@pytest.mark.parametrize("order", [1, -1])
-def test_factors_are_exported_as_their_product(name: str, order: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("order", "share"), [(1, None), (-1, None), (1, 0.1), (-1, 0.1)])
+def test_factors_are_exported_as_their_product(
+    name: str, order: int, share: float | None, tmp_path: Path
+) -> None:
     dense = architecture_from_config(reference_model(name).config.to_dict())
-    model = build_model(replace(dense, rank=7))
+    model = build_model(replace(dense, rank=7, sparse_share=share))
     initialise(model, seed=3)
     for parameter in model.parameters():
         parameter.data.add_(0.01)  # biases are not zero
@@ -104,7 +106,7 @@ def test_factors_are_exported_as_their_product(name: str, order: int, tmp_path: 
     twice = [one for one in named if "0.mlp.down.A" in one[0]] * 2
     with pytest.raises(ModelError, match=r"mlp\.down\.A\.weight came twice"):
         export_model(iter(twice), model.architecture, tmp_path / "twice")
-    with pytest.raises(ModelError, match="lacks one of its two factors"):
+    with pytest.raises(ModelError, match=f"lacks one of its {2 if share is None else 3} parts"):
         export_model(
             (one for one in model.named_parameters() if "0.mlp.down.A" not in one[0]),
             model.architecture,

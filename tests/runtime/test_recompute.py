@@ -82,10 +82,17 @@ def test_no_level_changes_a_number_of_another_kind(family: str, precision: str, 
 
 
 @pytest.mark.parametrize(
-    ("precision", "parameters"), [("fp32", "fp32"), ("fp8,*.mlp.down.A.saved=recompute", "bf16")]
+    ("precision", "parameters", "share"),
+    [
+        ("fp32", "fp32", None),
+        ("fp8,*.mlp.down.A.saved=recompute", "bf16", None),
+        ("fp32", "fp32", 0.1),
+        ("bf16", "fp32", 0.1),
+    ],
 )
-def test_no_level_changes_a_number_of_factors(precision: str, parameters: str) -> None:
-    _, executable = realised(precision, parameters, dataclasses.replace(ARCHITECTURE, rank=8))
+def test_no_level_changes_a_number_of_factors(precision: str, parameters: str, share: float | None) -> None:
+    architecture = dataclasses.replace(ARCHITECTURE, rank=8, sparse_share=share)
+    _, executable = realised(precision, parameters, architecture)
     loss, expected = passed(executable, STARTS)
     for level in LEVELS[1:]:
         set_level(executable, level)

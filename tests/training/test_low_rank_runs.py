@@ -12,20 +12,25 @@ from scrimp.cli import main
 
 FACTORS = ("--model.rank=6", "--optimizer.refactor-every=3", "--optimizer.lr=0.01")
 CHECKPOINTS = ("--checkpoint.every=2", "--checkpoint.keep-last=8")
+SPARSE = (*FACTORS, "--model.sparse-share=0.1")
 SNIP = ("--snip.first=1", "--snip.every=3", "--snip.delay=1", "--snip.formats=fp8,nvfp4")
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "precision"),
+    ("factors", "optimizer", "precision"),
     [
-        ("adamw", "fp32"),
-        pytest.param("muon", "fp8,*.mlp.*.B=bf16", marks=pytest.mark.slow),
-        pytest.param("adamw", "snip", marks=pytest.mark.slow),
+        (FACTORS, "adamw", "fp32"),
+        (SPARSE, "adamw", "fp32"),
+        pytest.param(SPARSE, "muon", "bf16", marks=pytest.mark.slow),
+        pytest.param(FACTORS, "muon", "fp8,*.mlp.*.B=bf16", marks=pytest.mark.slow),
+        pytest.param(FACTORS, "adamw", "snip", marks=pytest.mark.slow),
     ],
 )
-def test_the_loss_falls_and_a_resumed_run_repeats_it(optimizer: str, precision: str, tmp_path: Path) -> None:
+def test_the_loss_falls_and_a_resumed_run_repeats_it(
+    factors: tuple[str, ...], optimizer: str, precision: str, tmp_path: Path
+) -> None:
     corpus, run = write_corpus(tmp_path), tmp_path / "run"
-    words = [*FACTORS, *CHECKPOINTS, f"--optimizer.name={optimizer}", f"--precision={precision}"]
+    words = [*factors, *CHECKPOINTS, f"--optimizer.name={optimizer}", f"--precision={precision}"]
     words += ["--train.steps=10", *(SNIP if precision == "snip" else ())]
     assert main(flags(corpus, run, *words)) == 0
     whole = losses(run)
@@ -41,10 +46,12 @@ def test_the_loss_falls_and_a_resumed_run_repeats_it(optimizer: str, precision: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_where_states_live_changes_no_number(precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("factors", "precision"), [(FACTORS, "fp32"), (FACTORS, "bf16"), (SPARSE, "bf16")])
+def test_where_states_live_changes_no_number(
+    factors: tuple[str, ...], precision: str, tmp_path: Path
+) -> None:
     corpus = write_corpus(tmp_path)
-    words = [*FACTORS, "--train.steps=8", f"--precision={precision}"]
+    words = [*factors, "--train.steps=8", f"--precision={precision}"]
     assert main(flags(corpus, tmp_path / "device", *words)) == 0
     for name, more in {
         "visiting": ["--memory.optimizer=host", "--memory.weights=1"],
@@ -55,9 +62,10 @@ def test_where_states_live_changes_no_number(precision: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_runs_go_from_ranks_to_one_process_and_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("factors", [FACTORS, SPARSE], ids=["factors", "sparse"])
+def test_runs_go_from_ranks_to_one_process_and_back(factors: tuple[str, ...], tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
-    words = [*FACTORS, "--train.steps=6", "--checkpoint.every=3", "--checkpoint.keep-last=4"]
+    words = [*factors, "--train.steps=6", "--checkpoint.every=3", "--checkpoint.keep-last=4"]
     words += ["--train.micro-batch=1", "--evaluation.every=0"]
     alone, shards = tmp_path / "alone", tmp_path / "shards"
     assert main(flags(corpus, alone, *words)) == 0
@@ -76,11 +84,12 @@ def test_runs_go_from_ranks_to_one_process_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("share", [(), ("--model.sparse-share=0.1",)], ids=["factors", "sparse"])
 def test_an_export_is_dense_and_weights_of_another_rank_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    share: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus, run, out = write_corpus(tmp_path), tmp_path / "run", tmp_path / "out"
-    assert main(flags(corpus, run, "--model.rank=6", "--train.steps=2")) == 0
+    assert main(flags(corpus, run, "--model.rank=6", *share, "--train.steps=2")) == 0
     assert main(["export", str(run), str(out)]) == 0
     assert main(["verify", str(out)]) == 0
     capsys.readouterr()

@@ -107,6 +107,9 @@ class Architecture:
     """Tokens each position may look back on, itself included, in blocks that have a window; None is unlimited."""
     rank: int | None = None
     """Each linear layer of a block is a product of two factors of this rank; None: it is one matrix."""
+    sparse_share: float | None = None
+    """Share of a sparse matrix's places that have a number, one beside each product of two factors; None: there are no
+    such matrices."""
     options: tuple[tuple[str, float], ...] = ()
     """Numbers that only its family has, by name; a name that is not here has the family's usual value."""
     adapter: Adapter | None = None
@@ -139,6 +142,12 @@ class Architecture:
             )
         if self.rank is not None:
             self._check_rank(self.rank)
+        elif self.sparse_share is not None:
+            raise ConfigError(
+                "model.sparse_share is of a matrix beside the product of two factors",
+                got=f"{self.sparse_share:g}, and layers of full rank",
+                do="set model.rank, or leave model.sparse_share out",
+            )
 
     def _check_rank(self, rank: int) -> None:
         largest = min(self.width, self.attention_width, self.ffn_width)
@@ -174,16 +183,28 @@ class Architecture:
         block = self.width * (2 * self.attention_width + 2 * self.kv_width + 3 * int(inner))
         if self.rank is not None:  # of every layer the sum of its sides instead of their product
             sides = 4 * self.width + 2 * self.attention_width + 2 * self.kv_width + 3 * self.ffn_width
-            block = self.rank * sides
+            block = self.rank * sides + self._sparse_parameters
         ends = self.vocab_size * (1 if self.tied_embeddings else 2)
         return self.num_layers * block + self.width * ends
 
+    @property
+    def _sparse_parameters(self) -> int:
+        """Elements of the sparse matrices of a block."""
+        of_width = (self.attention_width + 2 * self.kv_width + 2 * self.ffn_width) * self.sparse_entries(
+            self.width
+        )
+        of_others = self.sparse_entries(self.attention_width) + self.sparse_entries(self.ffn_width)
+        return of_width + self.width * of_others
+
+    def sparse_entries(self, inputs: int) -> int:
+        """Numbers that a row of so many inputs has in a sparse matrix; 0: there are no sparse matrices."""
+        return 0 if self.sparse_share is None else max(1, round(self.sparse_share * inputs))
+
     def to_json(self) -> dict[str, Any]:
-        """Plain values, without options, rank and adapters where there are none: as before there were any."""
+        """Plain values, without options, factors and adapters where there are none: as before there were any."""
         values = dataclasses.asdict(self)
         options, adapter = values.pop("options"), values.pop("adapter")
-        if self.rank is None:
-            del values["rank"]
+        values = {k: v for k, v in values.items() if v is not None or k not in ("rank", "sparse_share")}
         numbers = [[name, float(number)] for name, number in options]  # as a file that is read gives them
         return values | ({"options": numbers} if options else {}) | ({"adapter": adapter} if adapter else {})
 

@@ -1,4 +1,5 @@
-"""Linear layers that are products of two factors (`model.rank`): what is not carried out beside them.
+"""Linear layers that are products of two factors (`model.rank`), with a sparse matrix beside each product or not
+(`model.sparse_share`): what is not carried out beside them.
 
 --optimizer.refactor-every    steps from one refactorization to the next (`scrimp.optim.refactorization`)
 
@@ -9,8 +10,10 @@ from __future__ import annotations
 
 from scrimp.config.architecture import Architecture
 from scrimp.config.optimizers import facts_of
+from scrimp.config.pipeline import V_SHAPED
 from scrimp.config.schema import Config
 from scrimp.errors import ConfigError
+from scrimp.precision import HIGH_PRECISION
 from scrimp.user_code import is_code
 
 _MOST_BETA2 = 0.98
@@ -41,6 +44,8 @@ def check_low_rank(config: Config, architecture: Architecture) -> None:
             got=f"layout.tp {config.layout.tp:,}, model.rank {architecture.rank:,}",
             do="leave layout.tp out: layout.fsdp asks nothing of the model",
         )
+    if architecture.sparse_share is not None:
+        _check_sparse(config, architecture.sparse_share)
     rounds = config.train.parameters == "bf16" and not config.optimizer.master_weights
     refused = [("optimizer.name", name)] * (facts_of(name).low_rank or is_code(name))
     refused += [("optimizer.master_weights", "false")] * rounds
@@ -52,4 +57,17 @@ def check_low_rank(config: Config, architecture: Architecture) -> None:
             f"{key} {value} is not carried out beside optimizer.refactor_every",
             got=f"optimizer.refactor_every {every:,}",
             do=f"change {key}, or leave optimizer.refactor_every out",
+        )
+
+
+def _check_sparse(config: Config, share: float) -> None:
+    """Refuse what would quantize or keep the matrix that is made for a product, or make its gradient later."""
+    refused = [("precision", config.precision)] * (config.precision not in HIGH_PRECISION)
+    refused += [("train.compile", config.train.compile)] * (config.train.compile == "on")
+    refused += [("layout.schedule", config.layout.schedule)] * (config.layout.schedule in V_SHAPED)
+    for key, value in refused:
+        raise ConfigError(
+            f"{key} {value} is not carried out beside model.sparse_share",
+            got=f"model.sparse_share {share:g}",
+            do=f"change {key}, or leave model.sparse_share out",
         )

@@ -12,7 +12,17 @@ from scrimp.config.schema import Config, ModelConfig
 from scrimp.errors import ConfigError
 from scrimp.user_code import is_code
 
-_SIZES = ("vocab_size", "context", "num_layers", "width", "num_heads", "num_kv_heads", "ffn_width", "rank")
+_SIZES = (
+    "vocab_size",
+    "context",
+    "num_layers",
+    "width",
+    "num_heads",
+    "num_kv_heads",
+    "ffn_width",
+    "rank",
+    "sparse_share",
+)
 
 
 def base_architecture(config: Config, weights: Architecture | None) -> Architecture:
@@ -67,7 +77,7 @@ def _with_kind(weights: Architecture, model: ModelConfig) -> Architecture:
     return weights if model.kind is None else replace(weights, family=model.kind)
 
 
-def _check_against_weights(sizes: dict[str, int], weights: Architecture, model: ModelConfig) -> None:
+def _check_against_weights(sizes: dict[str, float], weights: Architecture, model: ModelConfig) -> None:
     for name, size in sizes.items():
         theirs = getattr(weights, name)
         if size == theirs or (name == "context" and size < theirs):
@@ -80,5 +90,5 @@ def _check_against_weights(sizes: dict[str, int], weights: Architecture, model: 
         )
 
 
-def _shown(size: int | None) -> str:
+def _shown(size: float | None) -> str:
     return "none" if size is None else f"{size:,}"

@@ -169,7 +169,7 @@ def _with_batches(
         config, "train.sequence", lambda: batches.decide_sequence(config.train, architecture, readers)
     )
     check_tensor_ranks(config, architecture)
-    config = decide(config, "train.compile", lambda: _compile(config, device_type))
+    config = decide(config, "train.compile", lambda: _compile(config, architecture, device_type))
     check_experts(config, architecture, ranks)
     shares = readers * pipeline.fewest(config.layout)
     config = decide(
@@ -247,12 +247,14 @@ def _rank(architecture: Architecture) -> Decision:
     return max(1, width // 4), f"a quarter of the width {width:,}, as in most of GaLore's published runs"
 
 
-def _compile(config: Config, device_type: str) -> Decision:
+def _compile(config: Config, architecture: Architecture, device_type: str) -> Decision:
     layout = config.layout
     if layout.ep * layout.etp > 1:
         return "off", "how many tokens the experts of a rank get, the tokens decide"
     if config.adapter.base is not None:
         return "off", "the values of stored weights would be kept in compiled blocks"
+    if architecture.sparse_share is not None:
+        return "off", "the matrices of sparse plus low-rank layers would be kept in compiled blocks"
     if layout.schedule in pipeline.V_SHAPED:
         return (
             "off",

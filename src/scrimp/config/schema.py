@@ -120,6 +120,9 @@ class ModelConfig:
     rank: int | None = None
     """Each linear layer of the blocks is a product W = B A of two factors of this rank, and both are trained. Unset:
     each is one matrix."""
+    sparse_share: float | None = None
+    """With model.rank: each of these layers has a sparse matrix S beside its product, W = B A + S, with this share of
+    W's places, which are drawn once and stay (SLTrain; 0.03 there). Unset: none has."""
     capacity_factor: float | None = None
     """Most tokens of a micro-batch that one routed expert takes in training, by the mean of all; what is beyond is
     dropped. Unset: none is."""

@@ -76,6 +76,7 @@ RANGES: dict[str, Range] = {
     "model.num_kv_heads": _COUNT,
     "model.ffn_width": _COUNT,
     "model.rank": _COUNT,
+    "model.sparse_share": Range(0, 1, above=True, below=True),
     "adapter.rank": Range(0, 2**16),
     "adapter.alpha": Range(0, 10**6, above=True),
     "train.steps": _COUNT,

@@ -20,6 +20,7 @@ from scrimp.gemm.observe import Execution, is_running, observing, without_witnes
 from scrimp.gemm.problem import compute_dtype
 from scrimp.gemm.recompute import is_running_again, run_again, run_again_before
 from scrimp.gemm.select import Recorded, backends_for, refuse_unrunnable
+from scrimp.gemm.sparse_low_rank import SparseLowRankLinear, whole_matrix
 from scrimp.gemm.stored_weight import StoredWeight, store, stored_values
 from scrimp.gemm.summed_linear import SummedLinear
 from scrimp.precision import LinearPrecision
@@ -38,6 +39,7 @@ __all__ = [
     "PlannedLinear",
     "PlannedModel",
     "Recorded",
+    "SparseLowRankLinear",
     "StoredWeight",
     "SummedLinear",
     "adapt",
@@ -63,5 +65,6 @@ __all__ = [
     "stored_values",
     "swap_in",
     "weight_matrix",
+    "whole_matrix",
     "without_witnesses",
 ]

@@ -32,10 +32,17 @@ import torch
 from torch import Tensor, nn
 
 from scrimp.config.activations import Activations
-from scrimp.gemm import FactoredLinear, SummedLinear, recomputed, run_again, run_again_before
+from scrimp.gemm import (
+    FactoredLinear,
+    SparseLowRankLinear,
+    SummedLinear,
+    recomputed,
+    run_again,
+    run_again_before,
+)
 from scrimp.models.attention import AttentionLayout, attend, attention_operators
 from scrimp.models.functions import at_least_float32, rms_norm, swiglu
-from scrimp.models.spec import AttentionSpec, LinearSpec
+from scrimp.models.spec import AttentionSpec, LinearSpec, full_name
 
 KEEP = Activations()
 
@@ -260,4 +267,20 @@ def with_factors(block: Block, layers: Iterable[LinearSpec], rank: int, place: P
             make(second.inputs, second.outputs, bias=has_bias),
         )
         block.set_submodule(one.name, FactoredLinear(*factors))
+    return block
+
+
+def with_sparse(block: Block, number: int, layers: Iterable[LinearSpec], place: Place) -> Block:
+    """A block whose linear layers' matrices are made of two factors and a sparse matrix.
+
+    Args:
+        number: of the block in the model.
+    """
+    make = partial(Linear, bias=False, device=place.device, dtype=place.dtype)
+    for one in layers:
+        assert one.made_of is not None
+        rank, has_bias = one.made_of.rank, block.get_submodule(one.name).bias is not None
+        factors = make(one.inputs, rank), make(rank, one.outputs)
+        layer = SparseLowRankLinear(full_name(number, one.name), *factors, one.made_of.entries, bias=has_bias)
+        block.set_submodule(one.name, layer)
     return block

@@ -9,6 +9,7 @@ Method   Each parameter draws from its own generator, seeded by SHA-256 of (seed
          Matrices: normal(0, 0.02), as transformers does for all four families; both factors of a product of rank r:
          normal(0, s) with s^2 = 0.02 / sqrt(r), so that B A, whose numbers are sums of r products, has the variance
          r s^4 = 0.02^2 of a matrix;
+         numbers of a sparse matrix beside a product: uniform on +- 1 / sqrt(in), as SLTrain draws them;
          norm weights: 1, with their offset; biases: 0;
          of adapters A: uniform on +- 1 / sqrt(in), as peft draws it; B: 0, so that nothing is added at first.
 Checked  tests/models/test_initialise.py
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from scrimp.gemm import SparseLowRankLinear
 from scrimp.models.blocks import RMSNorm
 from scrimp.models.model import Model
 from scrimp.parts import part_of
@@ -44,9 +46,14 @@ def initialise(model: Model, seed: int) -> None:
         model: its parameters must have storage (not on the meta device).
         seed: the run's seed.
     """
+    sparse = {
+        f"{name}.S": module.in_features
+        for name, module in model.named_modules()
+        if isinstance(module, SparseLowRankLinear)
+    }
     for name, parameter in model.trained().items():
         part = part_of(parameter)
-        value = initial_value(name, part.shape, seed)
+        value = initial_value(name, part.shape, seed, sparse.get(name))
         for box in part.boxes():
             box.local.copy_(value[box.place])
     for module in model.modules():
@@ -54,8 +61,12 @@ def initialise(model: Model, seed: int) -> None:
             part_of(module.weight).local.fill_(1.0 - module.offset)
 
 
-def initial_value(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """One parameter's first value, in float32 on the CPU."""
+def initial_value(name: str, shape: Sequence[int], seed: int, inputs: int | None = None) -> Tensor:
+    """One parameter's first value, in float32 on the CPU.
+
+    Args:
+        inputs: of the layer whose sparse matrix it has the numbers of; None: it has those of none.
+    """
     if name.endswith(("bias", ".lora_b")):
         return torch.zeros(tuple(shape))
     if len(shape) == 1:
@@ -65,7 +76,7 @@ def initial_value(name: str, shape: Sequence[int], seed: int) -> Tensor:
     if rank is not None:
         deviation = math.sqrt(STANDARD_DEVIATION / math.sqrt(rank))
     generator = torch.Generator().manual_seed(parameter_seed(seed, name))
-    if name.endswith(".lora_a"):
-        bound = shape[1] ** -0.5
+    if name.endswith(".lora_a") or inputs is not None:
+        bound = (inputs or shape[1]) ** -0.5
         return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
     return torch.empty(tuple(shape)).normal_(0.0, deviation, generator=generator)

@@ -32,7 +32,7 @@ from scrimp.config.architecture import Architecture
 from scrimp.errors import ModelError
 from scrimp.gemm import PlannedLayer, adapt, compute_dtype, store
 from scrimp.models.attention import AttentionLayout
-from scrimp.models.blocks import Block, Embedding, Linear, Place, with_factors
+from scrimp.models.blocks import Block, Embedding, Linear, Place, with_factors, with_sparse
 from scrimp.models.context_parallel import ContextParallel
 from scrimp.models.experts import RoutedBlock, added_up
 from scrimp.models.kinds import spec_of
@@ -301,6 +301,8 @@ class Model(nn.Module):
 def _built(spec: ModelSpec, number: int, place: Place) -> Block:
     """A block as it is trained: of factors, or with adapters beside frozen weights, which may be stored as codes."""
     block, a = spec.build_block(number, place), spec.architecture
+    if a.sparse_share is not None:
+        return with_sparse(block, number, spec.blocks[number].linears, place)
     if a.rank is not None:
         return with_factors(block, spec.block(number).linears, a.rank, place)
     if a.adapter is not None:

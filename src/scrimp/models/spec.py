@@ -12,7 +12,8 @@ Names    A linear layer is called ``blocks.3.mlp.down``: the block's number, the
 Kinds    Each is one file in `scrimp.models.kinds`, chosen by `Architecture.family`.
 Factors  Where `Architecture.rank` says so, a layer W is trained as a product B A of two layers, ``mlp.down.A`` and
          ``mlp.down.B``. A kind knows nothing of it: `block` and `build_block` are of layers that are one matrix, as
-         they are exchanged too; `blocks` and the model have the factors.
+         they are exchanged too; `blocks` and the model have the factors. With `Architecture.sparse_share` W is B A + S
+         and made for each product: then it stays one layer, of which `LinearSpec.made_of` says what is trained.
 Experts  A block may have layers of which each token meets only some: a `LinearSpec` with `experts` is as many matrices,
          one below the other, and runs as one grouped product (`scrimp.gemm.grouped`). How tokens choose, the model's
          `RoutingSpec` says.
@@ -60,6 +61,16 @@ def place(layer: str) -> tuple[int | None, str]:
 
 
 @dataclass(frozen=True)
+class SparseLowRank:
+    """What a matrix is made of that is B A + S."""
+
+    rank: int
+    """Rows of A, and columns of B."""
+    entries: int
+    """Numbers of S in each row."""
+
+
+@dataclass(frozen=True)
 class LinearSpec:
     """One linear layer: Y = X W^T, W of (outputs, inputs)."""
 
@@ -82,6 +93,8 @@ class LinearSpec:
     None: each of them runs all of it on its own tokens."""
     rank: int = 0
     """Rank of its adapter, or of that of each layer that is stacked in it; 0: none."""
+    made_of: SparseLowRank | None = None
+    """What W is made of, for each product (`scrimp.gemm.sparse_low_rank`); None: it is a parameter itself."""
     stored: str = ""
     """Recipe in whose codes its frozen weight lies (`scrimp.gemm.stored_weight`); empty: as it is."""
 
@@ -97,7 +110,9 @@ class LinearSpec:
 
     @property
     def parameters(self) -> int:
-        """Elements of W, of all experts."""
+        """Elements of W, of all experts; of what it is made of, where that is trained in its place."""
+        if self.made_of is not None:
+            return self.made_of.rank * (self.outputs + self.inputs) + self.made_of.entries * self.outputs
         return self.experts * self.outputs * self.inputs
 
     @property
@@ -262,6 +277,18 @@ class BlockSpec:
                 layers.append(dataclasses.replace(one, name=name))
         return dataclasses.replace(self, layers=tuple(layers))
 
+    def sparse(self, architecture: Architecture) -> BlockSpec:
+        """The same, each linear layer's matrix made of two factors and a sparse matrix for each product."""
+        assert architecture.rank is not None
+        layers: list[LinearSpec | VectorSpec] = []
+        for one in self.layers:
+            if isinstance(one, LinearSpec):
+                made_of = SparseLowRank(architecture.rank, architecture.sparse_entries(one.inputs))
+                layers.append(dataclasses.replace(one, made_of=made_of))
+            else:
+                layers.append(one)
+        return dataclasses.replace(self, layers=tuple(layers))
+
     @property
     def parameters_per_token(self) -> int:
         """Elements of its weight matrices that one token is multiplied with."""
@@ -357,12 +384,13 @@ class ModelSpec(ABC):
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
         """All of them, in order, as they are trained."""
-        found, rank = tuple(self.block(index) for index in range(self.num_blocks)), self.architecture.rank
-        if self.architecture.adapter is not None:
+        a, found = self.architecture, tuple(self.block(index) for index in range(self.num_blocks))
+        if a.adapter is not None:
             return tuple(self._adapted(index, one) for index, one in enumerate(found))
-        if rank is None:
+        if a.rank is None:
             return found
-        of = {one: one.factored(rank) for one in dict.fromkeys(found)}
+        is_sparse, rank = a.sparse_share is not None, a.rank
+        of = {one: one.sparse(a) if is_sparse else one.factored(rank) for one in dict.fromkeys(found)}
         return tuple(of[one] for one in found)
 
     def _adapted(self, index: int, block: BlockSpec) -> BlockSpec:

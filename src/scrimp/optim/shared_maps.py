@@ -67,8 +67,13 @@ Make = Callable[[Map], Callable[[Tensor], Tensor]]
 def stacked_rows(spec: ModelSpec, name: str) -> tuple[int, ...] | None:
     """Rows of each map that is stacked in a block's weight matrix; None: AdamW has this parameter."""
     block, inside = place(name)
-    linear = spec.shapes.get(inside.removesuffix(".weight")) if inside.endswith(".weight") else None
-    return None if block is None or linear is None else linear.stacked
+    if block is None or not inside.endswith(".weight"):
+        return None
+    layer = inside.removesuffix(".weight")
+    linear, whole = spec.shapes.get(layer), spec.shapes.get(layer[: -len(".A")])
+    if linear is None and whole is not None and whole.made_of is not None:
+        return (whole.made_of.rank,) if layer.endswith(".A") else whole.stacked
+    return None if linear is None else linear.stacked
 
 
 def sharing_group(executable: Executable) -> dist.ProcessGroup | None:

@@ -128,6 +128,8 @@ def expected_products(plan: Plan, compute: str, spec: ModelSpec) -> Counts:
         is_plain = choice == LinearPrecision.of(compute)
         if spec.linear(layer).rank:
             counts["plain", "", compute] += spec.adapter_products(layer)
+        if spec.linear(layer).made_of is not None:  # B A, twice, and the gradients of both factors
+            counts["plain", "", compute] += 4
         for gemm in spec.gemms[layer]:
             counts[("plain", "", choice.gemm(gemm)) if is_plain else (layer, gemm, choice.gemm(gemm))] += 1
     return counts

@@ -38,6 +38,7 @@ GEMMA3 = dataclasses.replace(
     LLAMA, family="gemma3_text", qk_norm=True, sliding_window=128, options=(("full_every", 2.0),)
 )
 FACTORS = dataclasses.replace(LLAMA, rank=32)
+SPARSE = dataclasses.replace(FACTORS, sparse_share=0.03)
 ADAPTED = dataclasses.replace(LLAMA, adapter=Adapter(8, 16.0))
 STORED = dataclasses.replace(LLAMA, adapter=Adapter(8, 16.0, base="nvfp4,*.mlp.down=fp8"))
 WIDE_HEAD = dataclasses.replace(LLAMA, vocab_size=6144, num_layers=2)
@@ -63,7 +64,8 @@ def settings() -> dict[str, Setting]:
     for level in LEVELS[1:]:
         found[f"{level}-fp32"] = Setting(LLAMA, activations=(level,), micro_batches=2)
         found[f"{level}-autocast"] = Setting(LLAMA, activations=(level,), **FORMATS["autocast"])
-        found[f"factors-{level}"] = Setting(FACTORS, activations=(level,), **FORMATS["autocast"])
+        for name, a in {"factors": FACTORS, "sparse": SPARSE}.items():
+            found[f"{name}-{level}"] = Setting(a, activations=(level,), **FORMATS["autocast"])
     for family, a in {"olmo2": OLMO2, "gemma3": GEMMA3}.items():
         for name, formats in FORMATS.items():
             found[f"{family}-{name}"] = Setting(a, micro_batches=2, **formats)
@@ -72,6 +74,7 @@ def settings() -> dict[str, Setting]:
         found[f"{family}-fp8"] = Setting(a, sequence=256, rules="fp8", **FORMATS["autocast"])
     for name, formats in FORMATS.items():
         found[f"factors-{name}"] = Setting(FACTORS, micro_batches=2, **formats)
+        found[f"sparse-{name}"] = Setting(SPARSE, micro_batches=2, **formats)
     bf16 = FORMATS["bf16"]
     return found | {
         "mixed levels": Setting(DEEP, activations=("block", "keep", "mlp", "qkv"), **bf16),
@@ -91,6 +94,9 @@ def settings() -> dict[str, Setting]:
         "large head, tied, block": Setting(TIED, sequence=256, loss_chunk=64, activations=("block",)),
         "factors-fp8": Setting(FACTORS, sequence=256, rules="fp8", **FORMATS["autocast"]),
         "factors-bias": Setting(dataclasses.replace(QWEN2, rank=24), **FORMATS["masters"]),
+        "sparse-few tokens": Setting(
+            dataclasses.replace(QWEN2, rank=24, sparse_share=0.1), rows=1, sequence=32, **FORMATS["masters"]
+        ),
         "fp8": Setting(LLAMA, sequence=256, rules="fp8", **FORMATS["autocast"]),
         "fp8, levels": Setting(LLAMA, sequence=256, rules="fp8", activations=("mlp", "block"), **bf16),
         "nvfp4": Setting(LLAMA, sequence=128, rules="nvfp4", **bf16),

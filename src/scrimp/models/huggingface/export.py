@@ -6,8 +6,9 @@ Method   The folder is written beside the destination (files.whole_folder): when
          every file is flushed to the disk and the folder renamed to the destination at once,
          and when not, it is removed. Inside, tensors are taken one by one, split into their
          Hugging Face pieces and written to their place.
-         Both factors of a layer that is a product (`Architecture.rank`) are multiplied in float32: any tool loads it.
-Memory   One parameter of the stream and one piece of it in the format written; of a product both factors, and it.
+         Both factors of a layer that is a product (`Architecture.rank`) are multiplied in float32, and a sparse matrix
+         is added: any tool loads it.
+Memory   One parameter of the stream and one piece of it in the format written; of a product all its parts, and it.
 Checked  tests/models/test_huggingface_export.py, tests/models/test_huggingface_parity.py
          (transformers loads every family without missing or unexpected keys).
 """
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from scrimp.config.architecture import Architecture
 from scrimp.errors import ModelError
 from scrimp.files import whole_folder
+from scrimp.gemm import whole_matrix
 from scrimp.models.huggingface.config_json import config_from_architecture
 from scrimp.models.huggingface.streamed_files import FORMATS, ShardWriter
 from scrimp.models.huggingface.tensor_names import Fused, fused_parameters, split_parameter
@@ -33,6 +35,11 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 OWN_TOKENIZER_RULES = frozenset({"qwen2"})
 """Families whose tokenizer AutoTokenizer of transformers 5 loads by rules of its own, whatever the folder says."""
+
+ENDS = (".A.weight", ".B.weight")
+"""Ends of the names of what a matrix is made of that is a product."""
+SPARSE_ENDS = (*ENDS, ".S")
+"""The same, with a sparse matrix beside the product."""
 
 Weights = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -87,7 +94,7 @@ def write_weights(
     table = {fused.name: fused for fused in fused_parameters(architecture)}
     stream = _stream(weights)
     if architecture.rank is not None:
-        stream = _multiplied_out(stream, dtype)
+        stream = _multiplied_out(stream, dtype, ENDS if architecture.sparse_share is None else SPARSE_ENDS)
     first = [next(stream, None)]  # a list, so that nothing else holds the tensor while the rest is read
     if first[0] is None:
         raise ModelError("there are no weights to export", expected=f"{len(table)} parameters")
@@ -127,29 +134,35 @@ def _write_parameter(
 
 
 def _multiplied_out(
-    stream: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None
+    stream: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None, ends: tuple[str, ...]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of layers that are one matrix: where two factors came, their product.
+    """Parameters of layers that are one matrix: where all of its parts came, what they make.
 
     Args:
-        dtype: of products; None: that of the factors.
+        dtype: of what they make; None: that of the parts.
+        ends: of the parts' names.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stream:
-        layer, factor = name[: -len(".A.weight")], name[-len(".A.weight") :]
-        if factor not in (".A.weight", ".B.weight"):
+        end = next((one for one in ends if name.endswith(one)), None)
+        if end is None:
             yield name.replace(".B.bias", ".bias"), tensor
             continue
-        factors = waiting.setdefault(layer, {})
-        if factor in factors:
+        layer = name.removesuffix(end)
+        parts = waiting.setdefault(layer, {})
+        if end in parts:
             raise ModelError(f"{name} came twice")
-        factors[factor] = tensor.detach()
-        if len(factors) == 2:
+        parts[end] = tensor.detach()
+        if len(parts) == len(ends):
             del waiting[layer]
-            product = factors[".B.weight"].float() @ factors[".A.weight"].float()
-            yield f"{layer}.weight", product.to(dtype or tensor.dtype)
+            first, second, *values = (parts[one].float() for one in ends)
+            whole = whole_matrix(first, second, values[0], layer) if values else second @ first
+            yield f"{layer}.weight", whole.to(dtype or tensor.dtype)
     for layer in waiting:
-        raise ModelError(f"{layer} lacks one of its two factors", expected=f"{layer}.A.weight and .B.weight")
+        raise ModelError(
+            f"{layer} lacks one of its {len(ends)} parts",
+            expected=" and ".join(f"{layer}{one}" for one in ends),
+        )
 
 
 def _stream(weights: Weights) -> Iterator[tuple[str, Tensor]]:

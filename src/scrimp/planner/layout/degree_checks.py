@@ -75,7 +75,8 @@ def check_positions(model: ModelSizes, sequence: int, software: Software) -> Non
 def shared_by_tp(model: ModelSizes, sequence: int) -> list[tuple[int, str]]:
     """What Scrimp's ranks of tp share evenly, each with its name; of layers of low rank, nothing."""
     attention = model.blocks[-1].attention
-    has_factors = any(one.name.endswith(".A") for one in model.blocks[-1].linears)
+    linears = model.blocks[-1].linears
+    has_factors = any(one.name.endswith(".A") or one.made_of is not None for one in linears)
     return [
         *([(1, "layer of low rank: none is shared")] if has_factors else []),
         (attention.num_heads, "heads"),

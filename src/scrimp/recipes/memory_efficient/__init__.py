@@ -7,18 +7,19 @@ Method   GaLore      Adam's averages of a projection of each gradient on its lea
          Low rank    each linear layer of a block is trained as W = B A of rank r: weights, gradients and states shrink.
          Refactored  every T steps B and A are balanced by the SVD of their product, their averages are cleared, and the
                      rate rises anew: low rank, without factors of unequal size and without averages of old ones.
+         Sparse      W = B A + S, where S has numbers at 3 % of its places, which stay: any rank, by few numbers more.
          The paper's finding is that full rank is best where its rate is tuned as well, that low rank alone comes near
          it in small models, and that refactorization and reset narrow the gap in larger ones.
-Study    `scrimp study recipe:memory-efficient`: a million parameters, five methods at three rates each. Each method's
+Study    `scrimp study recipe:memory-efficient`: a million parameters, six methods at three rates each. Each method's
          rate is chosen by the first seed's loss, and what is shown is the mean of the other seeds: the lowest of three
          losses is low by luck as well. Beside it stand the bytes of weights, gradients and optimizer states as
          the planner counts them.
 Limits   So small a model is not the paper's: give a larger one and more steps with --set before believing an order.
-         SLTrain, a sparse matrix beside the two factors, is not here. One rank, one T, no decay; three rates a
-         method, of which the findings say where the best one is the first or the last. Activations are not counted:
-         they are the same for full rank, GaLore and Fira, and a little more for low rank.
+         One rank, one share of places, one T, no decay; three rates a method, of which the findings say where the best
+         one is the first or the last. Activations are not counted: they are the same for full rank, GaLore, Fira and
+         sparse, and a little more for low rank.
 Source   Glentis et al., "Scalable Parameter and Memory Efficient Pretraining for LLM" (2025, arXiv 2505.22922);
-         GaLore arXiv 2403.03507, Fira arXiv 2410.01623, low rank beside SLTrain arXiv 2406.02214
+         GaLore arXiv 2403.03507, Fira arXiv 2410.01623, SLTrain arXiv 2406.02214
 Checked  tests/recipes/test_memory_efficient.py
 """
 
@@ -44,6 +45,7 @@ METHODS: Final = {
     "fira": "Fira",
     "low-rank": "low rank",
     "refactored": "low rank, refactored",
+    "sparse": "low rank and sparse",
 }
 """Begin of a variant's name to the method; what follows is its rate."""
 
