@@ -84,6 +84,23 @@ def test_a_run_that_took_states_goes_on_from_its_own_checkpoints(tmp_path: Path)
     assert losses(run) == second
 
 
+def test_an_average_goes_over_with_the_weights_that_it_is_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = ["--optimizer.name=schedule-free"]
+    whole = train(tmp_path, "whole", "--train.steps=6", *free)
+    train(tmp_path, "first", "--train.steps=3", *free)
+    onward = [f"--model.weights={tmp_path / 'first'}", "--train.steps=3", *free]
+    second = train(tmp_path, "second", "--optimizer.from-weights", *onward)
+    assert [second[step] for step in (1, 2, 3)] == [whole[step] for step in (4, 5, 6)]
+    fresh = train(tmp_path, "fresh", *onward)
+    assert fresh[1] != whole[4], "a run without its states begins at the average"
+    text, _ = one_sample(tmp_path)
+    words = [*SAME, *onward, "--optimizer.from-weights", "--optimizer.beta1=0.8"]
+    assert main(flags(text, tmp_path / "other", *words)) == 2
+    assert "optimizer.beta1 = 0.8 (the run has 0.9)" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.slow
 def test_ranks_take_the_states_of_a_run_of_one_process(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)

@@ -1,7 +1,7 @@
 """The schedule of the learning rate, and what does not go with an optimizer that needs none (`schedule-free`).
 
-Method   Such an optimizer keeps an average of the weights, which is what is evaluated, in the place of a rate that falls.
-         The rate is constant after its warm-up.
+Method   In the place of a rate that falls, such an optimizer keeps an average of the weights, which is evaluated. The
+         rate is constant after its warm-up.
 Limits   What is not carried out beside it is refused here, by name.
 Checked  tests/config/test_schedule_free_settings.py
 """

@@ -211,7 +211,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Decoupled decay, on matrices only."""
     beta1: float = 0.9
-    """AdamW: decay of the first moment. schedule-free: share of the average in the weights where gradients are taken."""
+    """AdamW: decay of the first moment. schedule-free: share of the average in the weights that are trained."""
     beta2: float = 0.95
     """AdamW: decay of the second moment."""
     momentum: float = 0.95

@@ -92,9 +92,7 @@ class ScheduleFree(Targets):
     def rule(self, name: str) -> UpdateRule:
         """How z moves; x and y move by the same times a factor that all parameters share."""
         settings = self._settings
-        return AdamWRule(
-            1.0, None, self._squares[name], self.num_updates, 0.0, settings.beta2, settings.eps
-        )
+        return AdamWRule(1.0, None, self._squares[name], self.num_updates, 0.0, settings.beta2, settings.eps)
 
     def step(self, lr: float) -> None:
         """One update at learning rate `lr`, which weighs this step in the average too."""
