@@ -35,7 +35,7 @@ def check_schedule_free(config: Config) -> None:
     if not facts_of(name).averages:
         return
     schedule, beta1, every = config.schedule.name, config.optimizer.beta1, config.optimizer.refactor_every
-    refused = [("schedule.name", schedule)] * (schedule != "constant")
+    refused: list[tuple[str, str]] = [("schedule.name", schedule)] * (schedule != "constant")
     # Gradients are then taken at z, which says nothing of the average.
     refused += [("optimizer.beta1", f"{beta1:g}")] * (beta1 == 0)
     # Factors that are made anew are others than those that were averaged.
