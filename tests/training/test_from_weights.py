@@ -49,6 +49,22 @@ class Decaying(torch.optim.AdamW):
 
     def __init__(self, parameters, lr, **ignored):
         super().__init__(parameters, lr=lr, weight_decay=5.0)
+
+
+class Slowing(torch.optim.Optimizer):
+    # Its steps become smaller by their number.
+    elementwise = True
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                p.add_(p.grad.sign(), alpha=-group["lr"] / state["count"])
 """
 
 
@@ -84,6 +100,23 @@ def test_a_run_that_took_states_goes_on_from_its_own_checkpoints(tmp_path: Path)
     assert losses(run) == second
 
 
+def test_an_average_goes_over_with_the_weights_that_it_is_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = ["--optimizer.name=schedule-free"]
+    whole = train(tmp_path, "whole", "--train.steps=6", *free)
+    train(tmp_path, "first", "--train.steps=3", *free)
+    onward = [f"--model.weights={tmp_path / 'first'}", "--train.steps=3", *free]
+    second = train(tmp_path, "second", "--optimizer.from-weights", *onward)
+    assert [second[step] for step in (1, 2, 3)] == [whole[step] for step in (4, 5, 6)]
+    fresh = train(tmp_path, "fresh", *onward)
+    assert fresh[1] != whole[4], "a run without its states begins at the average"
+    text, _ = one_sample(tmp_path)
+    words = [*SAME, *onward, "--optimizer.from-weights", "--optimizer.beta1=0.8"]
+    assert main(flags(text, tmp_path / "other", *words)) == 2
+    assert "optimizer.beta1 = 0.8 (the run has 0.9)" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.slow
 def test_ranks_take_the_states_of_a_run_of_one_process(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
@@ -100,10 +133,12 @@ def test_ranks_take_the_states_of_a_run_of_one_process(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
-def test_making_room_for_the_states_of_an_own_optimizer_moves_no_weight(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Slowing", pytest.param("Decaying", marks=pytest.mark.slow)])
+def test_states_and_numbers_of_an_own_optimizer_go_over_and_making_room_for_them_moves_no_weight(
+    name: str, tmp_path: Path
+) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    own = [f"--optimizer.name={tmp_path / 'own.py'}:Decaying", "--trust-code"]
+    own = [f"--optimizer.name={tmp_path / 'own.py'}:{name}", "--trust-code"]
     whole = train(tmp_path, "whole", "--train.steps=4", *own)
     train(tmp_path, "first", "--train.steps=2", *own)
     words = [f"--model.weights={tmp_path / 'first'}", "--optimizer.from-weights", *own]

@@ -30,6 +30,8 @@ class OptimizerFacts:
     """Whether formats can be planned by its rule where each of several ranks has some rows of a parameter."""
     low_rank: bool = False
     """Whether it has projectors (`optimizer.rank`), of which copies that train alone have no mean."""
+    averages: bool = False
+    """Whether what is evaluated is an average of weights that it keeps, in the place of a rate that falls."""
 
 
 OPTIMIZERS: dict[str, OptimizerFacts] = {
@@ -41,6 +43,7 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
         planned_on_ranks=True,
     ),
     "nadamw": OptimizerFacts("scrimp.optim.nadamw"),
+    "schedule-free": OptimizerFacts("scrimp.optim.schedule_free", averages=True),
     "muon": OptimizerFacts("scrimp.optim.muon", moments=("auto", "fp32", "bf16", "8bit")),
     "galore": OptimizerFacts("scrimp.optim.galore", low_rank=True),
     "fira": OptimizerFacts("scrimp.optim.galore", low_rank=True),

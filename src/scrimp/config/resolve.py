@@ -21,6 +21,7 @@ layout.*             see `scrimp.config.layout`.
 sizes of batches     see `scrimp.config.batches`.
 rank                 of GaLore and Fira: a quarter of the width, as in most of GaLore's published runs.
 lr, every so often   see `scrimp.config.cadence`.
+schedule             see `scrimp.config.schedule_free`.
 snip.*               see `scrimp.config.snip`; decided only for precision = snip.
 compile              on for CUDA; off on a CPU, where compiling costs more than a short run gains.
 ===================  ==============================================================================
@@ -56,6 +57,7 @@ from scrimp.config.optimizers import check_optimizer, facts_of
 from scrimp.config.own_average import check_own_average, learns_from_average
 from scrimp.config.reference_losses import check_reference_losses
 from scrimp.config.resolved import ResolvedConfig, closed
+from scrimp.config.schedule_free import check_schedule_free, decide_schedule
 from scrimp.config.schema import Config, Decide, Decision, decided
 from scrimp.errors import ConfigError
 from scrimp.precision import parse_rules
@@ -186,6 +188,8 @@ def _with_batches(
 
 def _with_cadence(config: Config, architecture: Architecture, decide: Decide) -> Config:
     """The learning rate, and what happens every so many steps."""
+    config = decide(config, "schedule.name", lambda: decide_schedule(config))
+    check_schedule_free(config)
     config = decide(config, "optimizer.lr", lambda: cadence.decide_lr(config, architecture))
     config = decide(config, "schedule.warmup_steps", lambda: cadence.decide_warmup_steps(config.train.steps))
     config = decide(config, "evaluation.every", lambda: cadence.decide_eval_every(config))

@@ -17,7 +17,7 @@ from scrimp.config.mixture import MixedSource, mixed_sources
 from scrimp.precision import PrecisionRules, parse_rules
 
 GainsName = Literal["auto", "ratios", "blocks", "exact"]
-ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
+ScheduleName = Literal["auto", "cosine", "linear", "wsd", "constant"]
 Switch = Literal["auto", "on", "off"]
 ParameterType = Literal["auto", "fp32", "bf16"]
 MomentsType = Literal["auto", "fp32", "bf16", "8bit"]
@@ -204,16 +204,17 @@ class OptimizerConfig:
     """How gradients move the weights."""
 
     name: str = "adamw"
-    """adamw; nadamw, AdamW with Nesterov momentum; or, with AdamW for all but the blocks' matrices, muon:
-    orthogonalised momentum; galore: Adam in a low-rank subspace of gradients, with a fraction of its states; fira: and
-    what that leaves out, scaled alike. Or FILE.py:NAME, a torch.optim.Optimizer of your own (with --trust-code)."""
+    """adamw; nadamw, AdamW with Nesterov momentum; schedule-free, AdamW whose average of the weights is evaluated; or,
+    with AdamW for all but the blocks' matrices, muon: orthogonalised momentum; galore: Adam in a low-rank subspace of
+    gradients, with a fraction of its states; fira: and what that leaves out, scaled alike. Or FILE.py:NAME, a
+    torch.optim.Optimizer of your own (with --trust-code)."""
     lr: float | None = None
     """Peak learning rate. Unset: min(3e-3, 0.8 / width), a tenth of that from model.weights, but for those whose
     optimizer's states go over too (from_weights)."""
     weight_decay: float = 0.1
     """Decoupled decay, on matrices only."""
     beta1: float = 0.9
-    """AdamW: decay of the first moment."""
+    """AdamW: decay of the first moment. schedule-free: share of the average in the weights that are trained."""
     beta2: float = 0.95
     """AdamW: decay of the second moment."""
     momentum: float = 0.95
@@ -247,8 +248,9 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate over the run."""
 
-    name: ScheduleName = "cosine"
-    """Shape after warm-up; wsd is constant, then linear over the last fifth."""
+    name: ScheduleName = "auto"
+    """Shape after warm-up; wsd is constant, then linear over the last fifth. auto: cosine, constant with an optimizer
+    that needs no other (schedule-free)."""
     warmup_steps: int | None = None
     """Steps of linear warm-up. Unset: a twentieth of the run, at most 2,000."""
     final_lr_ratio: float = 0.1

@@ -17,6 +17,7 @@ from scrimp.optim.base import Optimizer
 from scrimp.optim.copies import Copies
 from scrimp.optim.moments import MomentFormat, Moments
 from scrimp.optim.outer import OuterOptimizer, build_outer
+from scrimp.optim.schedule_free import evaluated
 from scrimp.optim.streaming import Homes, StreamedAdamW
 from scrimp.optim.update import Step, update
 from scrimp.profiler.memory_trace import OptimizerMemory
@@ -36,6 +37,7 @@ __all__ = [
     "build",
     "build_outer",
     "check",
+    "evaluated",
     "memory_of",
     "update",
 ]

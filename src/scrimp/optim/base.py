@@ -20,6 +20,7 @@ and is refused on ranks where it does not.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from scrimp.parts import TensorPart
@@ -75,6 +76,11 @@ class Optimizer(OptimizerView, Protocol):
 
     def write_targets(self) -> None:
         """Parameters follow their targets, where those were changed from outside."""
+        ...
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """While it is entered, between two steps, parameters are the weights to evaluate; afterwards those to train,
+        bit for bit."""
         ...
 
     def prepare(self, num_updates: int) -> None:

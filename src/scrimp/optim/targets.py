@@ -24,6 +24,7 @@ Checked  tests/optim/test_adamw.py, tests/optim/test_summed_products.py
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -236,6 +237,10 @@ class Targets(ABC):
         if self._settings.master_weights:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._parameters.values()), list(self._targets.values()))
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """The weights that are trained are those to evaluate."""
+        return contextlib.nullcontext()
 
     def prepare(self, num_updates: int) -> None:  # noqa: B027
         """Nothing: states exist from the start."""

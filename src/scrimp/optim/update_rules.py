@@ -5,7 +5,8 @@ AdamW    With m, v before the step, t the step's number, g the gradient as the o
              mh = (b1 m + (1 - b1) g) / (1 - b1^t)     vh = (b2 v + (1 - b2) g^2) / (1 - b2^t)
              h(g) = mh / (sqrt(vh) + eps)              update = -lr (h + wd W)
 
-         NAdamW takes b1 mh + (1 - b1) g / (1 - b1^t) in the place of mh.
+         NAdamW takes b1 mh + (1 - b1) g / (1 - b1^t) in the place of mh, schedule-free AdamW g (b1 = 0): so z moves,
+         and what is trained and what is evaluated by shares of it that are the same for all parameters.
          Adam's weight decay is part of its gradient, g + wd W; AdamW's moves no sensitivity.
 SGD      With momentum or without, the next update moves by exactly the change of the gradient: h(g) = g. Dampening and
          Nesterov's look-ahead scale the updates of a group alike, and are left out.

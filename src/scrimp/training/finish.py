@@ -163,7 +163,7 @@ def _sample(run: Run) -> None:
     prompt_ids = [int(i) for i in stream.read(0, max(1, min(begins, context - 1)))]
     model: Model = run.executable.model
     model.eval()
-    with run.executable.autocast():
+    with run.evaluating(), run.executable.autocast():
         ids = list(
             generate(
                 model,

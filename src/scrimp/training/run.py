@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,6 +124,16 @@ class Run:
         reason = plan.blocks["0"].reason
         self.event("memory-replan", f"{reason}: {choices}", step=step)
         self.line.message(f"step {step}: {reason}; goes on with {choices}")
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model has the weights to evaluate while this is entered (`Optimizer.evaluating`)."""
+        self.executable.settle()  # what ranks have gathered is of the other weights
+        with self.optimizer.evaluating():
+            try:
+                yield
+            finally:
+                self.executable.settle()
 
     def is_due(self, every: int) -> bool:
         """Whether what happens every so many steps (0: never) happens after the last step."""

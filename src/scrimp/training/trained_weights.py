@@ -11,6 +11,9 @@ those of the base, as the run stored them (`adapter.base`), with the adapters me
 which they were trained beside::
 
     W + alpha / r B A
+
+A run whose optimizer evaluates an average of the weights (`OptimizerFacts.averages`) has in its checkpoints what it
+trains, and states that say the average. Whoever reads its weights gets the average.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch import Tensor
 
 from scrimp import user_code
 from scrimp.config import Architecture, Config, flatten
+from scrimp.config.optimizers import facts_of
 from scrimp.data import Tokenizer, load_tokenizer
 from scrimp.errors import CheckpointError, ConfigError, ModelError
 from scrimp.files import storage
@@ -36,6 +40,7 @@ from scrimp.models import spec_of
 from scrimp.models.huggingface.config_json import read_architecture
 from scrimp.models.huggingface.load import check_weights, load_weights, stream_parameters, stream_weights
 from scrimp.models.model import ADAPTER, Model
+from scrimp.optim import evaluated
 from scrimp.parts import part_of
 from scrimp.training.checkpoint import Checkpoint, CheckpointStore, not_finite_error
 from scrimp.training.checkpoint_manifest import MANIFEST, read_manifest
@@ -54,6 +59,8 @@ _OF_STATES = (
     "train.parameters",
 )
 """Settings that say which states an optimizer keeps."""
+_OF_AVERAGE = "optimizer.beta1"
+"""The one that says which average of the weights they are of."""
 
 
 def is_run(folder: Path) -> bool:
@@ -207,15 +214,29 @@ def _merged(name: str, weight: Tensor, adapters: Mapping[str, Tensor], architect
 
 
 def finite_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint itself holds of the model, one at a time: all weights, or adapters.
+    """What a checkpoint itself holds of the model, one at a time: all weights, or adapters; as they are evaluated.
 
     Raises:
         CheckpointError: one of them is not finite, whatever the manifest says.
     """
-    for name, tensor in checkpoint.tensors(MODEL_PREFIX):
+    settings = saved_config(checkpoint.folder).optimizer
+    for full, stored in checkpoint.tensors(MODEL_PREFIX):
+        name, tensor = full.removeprefix(MODEL_PREFIX), stored
+        if facts_of(settings.name).averages:
+            tensor = _average(checkpoint, name, stored, settings.beta1)
         if not is_finite(tensor):
-            raise not_finite_error(checkpoint.folder, [name], do="name an older checkpoint of the run")
-        yield name.removeprefix(MODEL_PREFIX), tensor
+            raise not_finite_error(checkpoint.folder, [full], do="name an older checkpoint of the run")
+        yield name, tensor
+
+
+def _average(checkpoint: Checkpoint, name: str, weight: Tensor, beta1: float) -> Tensor:
+    """What is evaluated in the place of a weight that an optimizer averages."""
+    states = {
+        end: state
+        for end in ("z", "master")
+        for _, state in checkpoint.tensors(f"{OPTIMIZER_PREFIX}{name}.{end}")
+    }
+    return evaluated(states.get("master", weight), states["z"], beta1).to(weight.dtype)
 
 
 def architecture_of_weights(folder: Path) -> Architecture:
@@ -295,7 +316,8 @@ def refuse_states_of_others(config: Config, before: Config, whose: str) -> None:
         ConfigError: naming those settings.
     """
     now, then = flatten(config), flatten(before)
-    others = [f"{key} = {now[key]} (the run has {then[key]})" for key in _OF_STATES if now[key] != then[key]]
+    keys = (*_OF_STATES, _OF_AVERAGE) if facts_of(config.optimizer.name).averages else _OF_STATES
+    others = [f"{key} = {now[key]} (the run has {then[key]})" for key in keys if now[key] != then[key]]
     if others:
         raise ConfigError(
             f"{whose} are not those that this run keeps",

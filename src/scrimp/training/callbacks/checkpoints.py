@@ -83,8 +83,9 @@ class Checkpoints(Callback):
         """Take the optimizer's states from another run's checkpoint, and its weights, which making room may move."""
         run, updates = self._run, read_state(checkpoint).position.all_updates
         run.optimizer.prepare(updates)
+        own = self.parts()  # once: an optimizer's numbers are read back from the tensors that it gave
         for prefix in (OPTIMIZER_PREFIX, MODEL_PREFIX):
-            parts = {name: part for name, part in self.parts().items() if name.startswith(prefix)}
+            parts = {name: part for name, part in own.items() if name.startswith(prefix)}
             checkpoint.load(parts, run.decisions.world, prefix=prefix)
         run.position.updates_before = updates
         run.optimizer.restore_updates(updates)

@@ -40,7 +40,8 @@ class Evaluations(Callback):
         run.line.phase("evaluating")
         run.phases.switch(EVALUATION)
         is_working = run.config.evaluation.precision == "working"
-        with run.executable.in_working_format() if is_working else contextlib.nullcontext():
+        in_format = run.executable.in_working_format() if is_working else contextlib.nullcontext()
+        with run.evaluating(), in_format:
             found = evaluate_held_out(run.executable, run.corpus, run.config)
         sentence = f"held-out loss {found.loss:.4f}, {found.bits_per_byte:.4f} bits per byte"
         fields: dict[str, Any] = {"loss": found.loss, "bits_per_byte": found.bits_per_byte}
