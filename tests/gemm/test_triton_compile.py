@@ -37,7 +37,7 @@ def names(cases: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, HOPPER])
+@pytest.mark.parametrize("capability", [80, HOPPER, 120])
 def test_products_of_integers_run_on_tensor_cores_and_need_no_fp8(capability: int) -> None:
     integers = compiled(capability, "int8")
     assert {case["kernel"] for case in integers} == {
