@@ -1,4 +1,4 @@
-"""Quantization done slowly and plainly in numpy: group after group, casts by ml_dtypes.
+"""Quantization done slowly and plainly in numpy: group after group, casts by ml_dtypes, of integers by numpy.
 
 Divisions that the rules do in float32 are done in float32 here too; everything else is exact.
 """
@@ -16,9 +16,16 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 f32 = np.float32
-TYPES = {"e2m1": ml_dtypes.float4_e2m1fn, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-LARGEST = {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0}
-LARGEST_EXPONENT = {"e2m1": 2, "e4m3": 8, "e5m2": 15}
+TYPES = {
+    "e2m1": ml_dtypes.float4_e2m1fn,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "int8": np.int8,
+}
+LARGEST = {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}
+LARGEST_EXPONENT = {"e2m1": 2, "e4m3": 8, "e5m2": 15, "int8": 6}
+NOISE_BITS = {"int8": 17}
+"""As many as add exactly to the largest value in float32, of the 20 that there are."""
 WIDTH = {"row": None, "tile": 128, "block": 128, "mx": 32, "nvfp4": 16, "nvfp4_2d": 16}
 ELEMENTS_OF = {name: ("e2m1",) if name.startswith("nvfp4") else tuple(TYPES) for name in ("tensor", *WIDTH)}
 COMBINATIONS = [(element, scaling) for scaling, elements in ELEMENTS_OF.items() for element in elements]
@@ -28,14 +35,19 @@ def all_values(element: str) -> Array:
     """Every finite value, ascending, zero once."""
     bits = 4 if element == "e2m1" else 8
     codes = np.arange(2**bits, dtype=np.uint8).view(TYPES[element]).astype(np.float64)
-    return np.unique(codes[np.isfinite(codes)])
+    return np.unique(codes[np.abs(codes) <= LARGEST[element]])
+
+
+def to_type(values: Array, element: str) -> Array:
+    """To the nearest even value that numpy's or ml_dtypes' type has."""
+    return (np.rint(values) if element == "int8" else values).astype(TYPES[element])
 
 
 def cast(values: Array, element: str) -> Array:
     """Clamped, then to nearest even; NaN stays NaN and zeros are positive."""
     clamped = np.clip(values, -LARGEST[element], LARGEST[element]).astype(f32)
     # Plus zero: -0 becomes +0.
-    values = np.nan_to_num(clamped).astype(TYPES[element]).astype(f32) + f32(0)
+    values = to_type(np.nan_to_num(clamped), element).astype(f32) + f32(0)
     return np.where(np.isnan(clamped), f32(np.nan), values)
 
 
@@ -45,6 +57,8 @@ def cast_with_noise(values: Array, element: str, uniform: Array) -> Array:
     clamped = np.clip(values.astype(np.float64), grid[0], grid[-1])
     lower = np.clip(np.searchsorted(grid, clamped, side="right") - 1, 0, len(grid) - 2)
     distance = (clamped - grid[lower]) / (grid[lower + 1] - grid[lower])
+    unit = 2.0 ** -NOISE_BITS.get(element, 20)
+    uniform = np.floor(uniform / unit) * unit
     return np.where(distance + uniform >= 1, grid[lower + 1], grid[lower]).astype(f32)
 
 

@@ -1,4 +1,4 @@
-"""Casts to element types, and their codes, against ml_dtypes and torchao."""
+"""Casts to element types, and their codes, against ml_dtypes, numpy, torch and torchao."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from slow_oracle import LARGEST, TYPES, Array, all_values, cast
+from slow_oracle import LARGEST, TYPES, Array, all_values, cast, to_type
 from torch import Tensor
 from torchao.prototype.mx_formats import kernels
 
@@ -44,7 +44,7 @@ def test_codes_of_every_bfloat16_number_are_those_of_ml_dtypes(element: str) -> 
     x = ALL_BFLOAT16[~ALL_BFLOAT16.isnan()]
     values = rounded(x, element)
     clamped = x.float().clamp(-LARGEST[element], LARGEST[element]).numpy()
-    theirs = torch.from_numpy(clamped.astype(TYPES[element]).view(np.uint8).copy())
+    theirs = torch.from_numpy(to_type(clamped, element).view(np.uint8).copy())
     # Their negative numbers that round to zero keep their sign; ours are +0.
     theirs[values == 0] = 0
     payload = encode(values, lookup_element(element)).view(torch.uint8)
@@ -61,7 +61,7 @@ def test_midpoints_round_to_even_and_their_neighbours_to_the_nearer_value(elemen
     even = rounded(torch.from_numpy(middle), element).numpy()
     assert same_bits(torch.from_numpy(even), cast(middle, element))
     # To even: the code of the chosen neighbour ends in 0.
-    assert not (np.abs(even).astype(TYPES[element]).view(np.uint8) & 1).any()
+    assert not (to_type(np.abs(even), element).view(np.uint8) & 1).any()
     below, above = np.nextafter(middle, np.float32(-np.inf)), np.nextafter(middle, np.float32(np.inf))
     assert np.array_equal(rounded(torch.from_numpy(below), element).numpy(), lower)
     assert np.array_equal(rounded(torch.from_numpy(above), element).numpy(), upper)
@@ -96,17 +96,36 @@ def test_every_code_survives_decoding_and_encoding(element: str) -> None:
     again = encode(values, entry).view(torch.uint8)
     kept = torch.ones(256, dtype=torch.bool) if element == "e2m1" else values.isfinite()
     assert again[kept].equal(codes[kept])
-    assert int(kept.sum()) == {"e2m1": 256, "e4m3": 254, "e5m2": 248}[element]
+    assert int(kept.sum()) == {"e2m1": 256, "e4m3": 254, "e5m2": 248, "int8": 256}[element]
     theirs = np.arange(256, dtype=np.uint8)
     if element == "e2m1":
         theirs = np.stack([theirs & 15, theirs >> 4], -1).reshape(-1)
     assert same_bits(values, theirs.view(TYPES[element]).astype(np.float32))
 
 
-def test_nan_has_the_e2m1_code_0_whatever_its_sign() -> None:
+@pytest.mark.parametrize(("element", "codes"), [("e2m1", [0x00, 0x07]), ("int8", [0, 0, 6, 0])])
+def test_nan_has_the_code_0_whatever_its_sign_where_there_is_none_for_it(
+    element: str, codes: list[int]
+) -> None:
     values = torch.tensor([torch.nan, -torch.nan, 6.0, -torch.nan])
     values[1] = -values[1].abs()
-    assert encode(values, lookup_element("e2m1")).tolist() == [0x00, 0x07]
+    assert encode(values, lookup_element(element)).tolist() == codes
+
+
+def test_integers_are_those_of_torchs_own_quantization() -> None:
+    """Its scales are given here: powers of two, by which a division and a product with the reciprocal are the same."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).clamp(-4, 4)
+    scales = torch.exp2(torch.randint(-20, 20, (64,), generator=torch.Generator().manual_seed(1)))
+    x[:, ::128] = 127 * 2.0**-4
+    x[:, 1::7] = (x[:, 1::7] * 16).floor().clamp(-100, 100) / 16 + 2.0**-5  # ties
+    x = x.clamp(-127 * 2.0**-4, 127 * 2.0**-4) * scales[:, None]
+    ours = quantize(x, "int8", "tile")
+    assert ours.scales.equal((scales * 2.0**-4)[:, None].expand(-1, 2))
+    theirs = torch.fake_quantize_per_channel_affine(
+        x, ours.scales[:, 0].contiguous(), torch.zeros(64, dtype=torch.int32), 0, -127, 127
+    )
+    assert ours.dequantize().equal(theirs)
+    assert ours.payload[:, 1::7].remainder(2).eq(0).all()  # ties, to even
 
 
 def test_the_first_of_two_codes_takes_the_low_half_as_torchao_packs() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from slow_oracle import COMBINATIONS, LARGEST, WIDTH, all_values
+from slow_oracle import COMBINATIONS, LARGEST, NOISE_BITS, WIDTH, all_values
 from torch import Tensor
 
 from scrimp.formats import Noise, Operand, QuantizedTensor, fake_quantize, grouping, quantize
@@ -217,7 +217,7 @@ def test_the_probability_to_go_up_is_the_distance_to_the_last_bit_of_the_noise(e
             exact = (x.double().item() - lower) / (upper - lower)
             ours = round_(x.repeat(2**20), lookup_element(element), every_u)
             assert (ours.eq(lower) | ours.eq(upper)).all()
-            assert abs(ours.eq(upper).double().mean().item() - exact) <= UNIT
+            assert abs(ours.eq(upper).double().mean().item() - exact) <= 2.0 ** -NOISE_BITS.get(element, 20)
 
 
 @EACH_ELEMENT

@@ -23,6 +23,7 @@ from scrimp.gemm.kernels.launch import WARPS_NEAREST, WARPS_STOCHASTIC
 E4M3 = {"ELEMENT": (448.0, 3, -6)}
 E5M2 = {"ELEMENT": (57344.0, 2, -14)}
 E2M1 = {"ELEMENT": (6.0, 1, 0)}
+INT8 = {"ELEMENT": (127.0, 6, 6)}
 TYPES = {
     "x": "*bf16",
     **dict.fromkeys(("row_out", "column_out"), "*u8"),
@@ -47,6 +48,7 @@ def tile_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str
         ("e4m3 fp32", E4M3, False, {"x": "*fp32"}),
         ("e2m1 stochastic", E2M1, True, {}),
         ("e5m2", E5M2, False, {"row_codes": "*fp8e5", "column_codes": "*fp8e5"}),
+        ("int8 stochastic", INT8, True, {"row_codes": "*i8", "column_codes": "*i8"}),
     ):
         choice = {
             "STOCHASTIC": stochastic,
@@ -56,8 +58,10 @@ def tile_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str
         }
         warps = WARPS_STOCHASTIC if stochastic else WARPS_NEAREST
         cases.append((kernel, label, warps, 3, {**choice, "BLOCK": 128, **element}, types))
-    both = {"TRANSPOSED": True, "BLOCK": 128, **E4M3}
-    cases.append((block_scaled.quantize_blocks_kernel, "e4m3", WARPS_NEAREST, 3, both, {}))
+    integers = {"codes": "*i8", "transposed_codes": "*i8"}
+    for label, element, types in (("e4m3", E4M3, {}), ("int8", INT8, integers)):
+        constants = {"TRANSPOSED": True, "BLOCK": 128, **element}
+        cases.append((block_scaled.quantize_blocks_kernel, label, WARPS_NEAREST, 3, constants, types))
     return cases
 
 
@@ -176,6 +180,11 @@ def matmul_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, s
             adds = {**by_tile, **config.kwargs, "ADDS": True}
             types = {"c": f"*{kind}", **address}
             cases.append((kernel, label, config.num_warps, config.num_stages, adds, types))
+    for label, constants in (("blocks", first), ("tiles", by_tile)):
+        for kind in ("ragged", "even"):
+            own = {**constants, "EVEN_K": kind == "even"}
+            types = {"a": "*i8", "b": "*i8", **address}
+            cases.append((kernel, f"{label} int8 {kind}", warps, stages, own, types))
     return cases
 
 
@@ -245,6 +254,7 @@ INSTRUCTIONS = {
     "to_e4m3": r"\bcvt\.rn\.satfinite\.e4m3x2",
     "flush": r"\.ftz",
     "wgmma": r"\bwgmma\.mma_async",
+    "integer_products": r"\b(wgmma\.mma_async|mma\.sync)\S*\.s32\.s8\.s8",
     "tf32": r"tf32",
 }
 
@@ -263,7 +273,8 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found[1]), "stack": int(found[2]) + int(found[3])}
 
 
-def main(capability: int) -> None:
+def main(capability: int, only: str = "") -> None:
+    """All kernels, or those cases whose label has a word."""
     for case in (
         *tile_cases(),
         *row_cases(),
@@ -272,8 +283,9 @@ def main(capability: int) -> None:
         *update_cases(),
         *matmul_cases(),
     ):
-        print(json.dumps(compile_one(case, capability)), flush=True)
+        if only in case[1]:
+            print(json.dumps(compile_one(case, capability)), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])

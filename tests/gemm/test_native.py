@@ -107,6 +107,7 @@ def test_pairs_without_a_kernel_are_refused_everywhere(
         "E5M2 by E5M2": (Operand("e5m2", "tensor"), Operand("e5m2", "tensor")),
         "tensor by row": (Operand("e4m3", "tensor"), Operand("e4m3", "row")),
         "block by block": (Operand("e4m3", "block"), Operand("e4m3", "block")),
+        "INT8 codes with tile": (Operand("int8", "tile"), Operand("int8", "block")),
         "E2M1 codes with tile": (Operand("e2m1", "tile"), Operand("e2m1", "tile")),
         "e4m3 by e2m1": (Operand("e4m3", "mx"), Operand("e2m1", "mx")),
     }

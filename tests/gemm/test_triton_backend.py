@@ -18,7 +18,7 @@ from scrimp.gemm.problem import AXES, Shape, Use, operands_of, shape_of
 from scrimp.precision import GEMMS
 
 BACKEND, REFERENCE = TritonBackend(), ReferenceBackend()
-TILED, GROUPED = ("fp8", "fp4"), ("mxfp8", "mxfp4", "nvfp4")
+TILED, GROUPED = ("fp8", "fp4", "int8"), ("mxfp8", "mxfp4", "nvfp4")
 SIZES = (40, 144, 200)
 """Tokens, inputs, outputs: none a multiple of 128, and tokens of no 16."""
 WHERE = torch.device(DEVICE)

@@ -19,10 +19,10 @@ HOPPER = 90
 
 
 @functools.cache
-def compiled(capability: int) -> tuple[dict[str, Any], ...]:
+def compiled(capability: int, only: str = "") -> tuple[dict[str, Any], ...]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(capability)],
+        [sys.executable, str(SCRIPT), str(capability), only],
         env=environment,
         capture_output=True,
         text=True,
@@ -34,6 +34,21 @@ def compiled(capability: int) -> tuple[dict[str, Any], ...]:
 
 def names(cases: list[dict[str, Any]]) -> list[str]:
     return [f"{case['kernel']} {case['case']}" for case in cases]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, HOPPER, 120])
+def test_products_of_integers_run_on_tensor_cores_and_need_no_fp8(capability: int) -> None:
+    integers = compiled(capability, "int8")
+    assert {case["kernel"] for case in integers} == {
+        "quantize_tiles_kernel",
+        "quantize_blocks_kernel",
+        "scaled_matmul_kernel",
+    }
+    products = [case for case in integers if case["kernel"] == "scaled_matmul_kernel"]
+    assert len(products) == 4
+    assert not names([case for case in products if not case["integer_products"]])
+    assert not names([case for case in integers if case["stack"] or case["div_approximate"] or case["flush"]])
 
 
 @pytest.mark.slow
@@ -71,7 +86,14 @@ def test_quantizers_divide_exactly_and_flush_nothing() -> None:
     with_codes = [case for case in quantizers if case["kernel"] in kernels]
     assert {case["kernel"] for case in with_codes} == set(kernels)
     assert not names([case for case in with_codes if not case["div_rn"]])
-    assert not names([case for case in with_codes if not case["to_e4m3"] and "e5m2" not in case["case"]])
+    others = ("e5m2", "int8")
+    assert not names(
+        [
+            case
+            for case in with_codes
+            if not case["to_e4m3"] and not any(one in case["case"] for one in others)
+        ]
+    )
 
 
 @pytest.mark.slow

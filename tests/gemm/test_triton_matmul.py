@@ -56,6 +56,31 @@ def test_the_product_lies_within_the_bound_of_its_sums(
     assert torch.equal(scaled_matmul(a, sa, b, sb, torch.bfloat16).cpu(), c.bfloat16())
 
 
+@pytest.mark.parametrize("is_block", [False, True], ids=["tiles", "blocks"])
+def test_a_product_of_integers_has_exact_sums_of_tiles(is_block: bool) -> None:
+    """Scales are powers of two, so that only the sums over tiles round: in float32, one tile after the other."""
+    m, n, k = 70, 200, 300
+    generator = torch.Generator().manual_seed(0)
+    left, right = (
+        torch.randint(-127, 128, (size, k), generator=generator, dtype=torch.float32) for size in (m, n)
+    )
+    for x in (left, right):
+        x[:, ::TILE] = 127
+        x *= torch.exp2(torch.randint(-9, 9, (1, 3), generator=generator)).repeat_interleave(TILE, 1)[:, :k]
+    a, _ = quantize_tiles(left.to(DEVICE), "int8", by_row=True, by_column=False)
+    b, _ = quantize_tiles(right.to(DEVICE), "int8", by_row=True, by_column=False)
+    assert a is not None
+    assert b is not None
+    b = quantize_blocks(right.to(DEVICE), "int8", transposed=False) if is_block else b
+    assert torch.equal(values(a.codes, a.scales), left.double())
+    assert torch.equal(values(b.codes, b.scales), right.double())
+    total = torch.zeros(m, n)
+    for start in range(0, k, TILE):
+        part = slice(start, start + TILE)
+        total += (left[:, part].double() @ right[:, part].double().T).float()
+    assert torch.equal(scaled_matmul(a.codes, a.scales, b.codes, b.scales, torch.float32).cpu(), total)
+
+
 def of_tensor_cores(left: Tensor, right: Tensor, *, bits: int = 14, instructions: int = 4) -> Tensor:
     """A tile's product as reported of Hopper: at each instruction of 32 all addends, the sum so far among them, are cut
     to `bits` bits of the largest."""
@@ -127,7 +152,8 @@ def test_an_empty_product_is_zero() -> None:
 def test_operands_that_do_not_fit_are_refused_by_name() -> None:
     a, sa, b, sb = operands(8, 300, 256, "e4m3", "e4m3", False)
     for arguments, reason in (
-        ((a.float(), sa, b, sb), "a_codes must be a float8"),
+        ((a.float(), sa, b, sb), "a_codes must be a matrix of float8 or int8"),
+        ((a, sa, b.view(torch.int8), sb), "no tensor core multiplies these codes"),
         ((a, sa, b[:, ::2], sb), "b_codes must be row-major"),
         ((a[:, :128].contiguous(), sa, b, sb), "differ in K"),
         ((a, sa[:, :1], b, sb), "a_scales do not fit"),

@@ -14,7 +14,7 @@ from scrimp.formats import Noise, quantize
 from scrimp.gemm.kernels import quantize_blocks, quantize_tiles
 
 TYPES = (torch.bfloat16, torch.float32)
-ELEMENTS = ("e2m1", "e4m3", "e5m2")
+ELEMENTS = ("e2m1", "e4m3", "e5m2", "int8")
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -50,17 +50,18 @@ def test_stochastic_tiles_draw_the_noise_of_the_elements_address_whichever_axis_
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_nonfinite_groups_get_a_nan_scale_and_spoil_no_other_group(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("element", ["e4m3", "int8"])
+def test_nonfinite_groups_get_a_nan_scale_and_spoil_no_other_group(element: str, dtype: torch.dtype) -> None:
     x = spoilt(140, 200, dtype)
-    row, column = quantize_tiles(x.to(DEVICE), "e4m3", by_row=True, by_column=True)
-    blocks = quantize_blocks(x.to(DEVICE), "e4m3", transposed=False)
+    row, column = quantize_tiles(x.to(DEVICE), element, by_row=True, by_column=True)
+    blocks = quantize_blocks(x.to(DEVICE), element, transposed=False)
     assert row is not None
     assert column is not None
-    expected = quantize(x, "e4m3", "tile", -1)
+    expected = quantize(x, element, "tile", -1)
     assert int(expected.scales.isnan().sum()) == 3
     assert_same_codes(row.codes, row.scales, expected)
-    assert_same_codes(column.codes, column.scales, quantize(x, "e4m3", "tile", -2))
-    assert_same_codes(blocks.codes, blocks.scales, quantize(x, "e4m3", "block", -1))
+    assert_same_codes(column.codes, column.scales, quantize(x, element, "tile", -2))
+    assert_same_codes(blocks.codes, blocks.scales, quantize(x, element, "block", -1))
 
 
 @pytest.mark.parametrize("by_row", [True, False])

@@ -105,7 +105,7 @@ def test_an_unknown_format_has_no_peak() -> None:
         Peaks({"bf16": 1.0}, "test")["fp4"]
 
 
-A100 = Peaks({"fp32": 1.0, "bf16": 16.0}, "A100")
+A100 = Peaks({"fp32": 1.0, "bf16": 16.0, "int8": 32.0}, "A100")
 H100 = Peaks({"fp32": 1.0, "bf16": 16.0, "fp8": 32.0}, "H100")
 B200 = Peaks({"fp32": 1.0, "bf16": 16.0, "fp8": 32.0, "fp4": 64.0}, "B200")
 
@@ -122,6 +122,8 @@ B200 = Peaks({"fp32": 1.0, "bf16": 16.0, "fp8": 32.0, "fp4": 64.0}, "B200")
         ("fp4", 16, 32, 32),
         # Scales of small blocks: Blackwell's units, else products of bf16 values.
         ("mxfp8", 16, 16, 32),
+        # Units for integers, where they are known.
+        ("int8", 32, 16, 16),
         ("nvfp4", 16, 16, 64),
         ("mxfp4", 16, 16, 64),
     ],

@@ -17,7 +17,7 @@ TYPES = {"e2m1": ml_dtypes.float4_e2m1fn, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2
 SHAPES = [(1,), (0,), (127,), (3, 5), (128, 256), (129, 257), (2, 131, 33), (3, 0, 17), (2, 2, 17, 31)]
 
 
-@pytest.mark.parametrize("name", list(ELEMENTS))
+@pytest.mark.parametrize("name", list(TYPES))
 def test_elements_are_those_of_ml_dtypes(name: str) -> None:
     element, theirs = ELEMENTS[name], ml_dtypes.finfo(TYPES[name])
     assert element.name == name
@@ -27,6 +27,21 @@ def test_elements_are_those_of_ml_dtypes(name: str) -> None:
     assert 2.0**element.min_exponent == float(theirs.smallest_normal)
     assert 2.0**element.max_exponent <= element.max_value < 2.0 ** (element.max_exponent + 1)
     assert 2.0 ** (element.min_exponent - element.mantissa_bits) == float(theirs.smallest_subnormal)
+
+
+def test_int8_has_every_integer_up_to_127_and_nothing_else() -> None:
+    """The values that a float of these exponents and mantissas has, one by one."""
+    element = ELEMENTS["int8"]
+    assert set(ELEMENTS) == {*TYPES, "int8"}
+    step = 2.0 ** (element.min_exponent - element.mantissa_bits)
+    small = [step * number for number in range(2**element.mantissa_bits)]
+    large = [
+        2.0**exponent * (1 + number / 2**element.mantissa_bits)
+        for exponent in range(element.min_exponent, element.max_exponent + 1)
+        for number in range(2**element.mantissa_bits)
+    ]
+    assert small + large == list(range(128))
+    assert (element.bits, element.max_value) == (8, large[-1])
 
 
 def groups_by_counting(shape: tuple[int, ...], scaling: str) -> int:
@@ -67,6 +82,8 @@ def test_scales_and_bytes_are_those_of_counting(scaling: str, shape: tuple[int, 
     [
         ("e4m3", "tensor", 1.0),
         ("e2m1", "tensor", 0.5),
+        ("int8", "tile", 1 + 4 / 128),
+        ("int8", "block", 1 + 4 / 128**2),
         ("e4m3", "row", 1 + 4 / 4096),
         ("e2m1", "row", 0.5 + 4 / 4096),
         ("e4m3", "tile", 1 + 4 / 128),

@@ -54,7 +54,7 @@ def test_every_operand_quantizes_and_every_gemm_is_near_the_exact_one(name: str)
                 x, operand.element, operand.scaling, axis, operand.rounding, hadamard=operand.hadamard
             )
             assert packed.dequantize().shape == x.shape
-            assert RECIPES[name].bits == {"e2m1": 4, "e4m3": 8, "e5m2": 8}[operand.element]
+            assert RECIPES[name].bits == {"e2m1": 4, "e4m3": 8, "e5m2": 8, "int8": 8}[operand.element]
         wanted = product(gemm, exact[0], exact[1])
         error = ((product(gemm, ours[0], ours[1]) - wanted).norm() / wanted.norm()).item()
         low, high = (0.05, 0.35) if RECIPES[name].bits == 4 else (0.005, 0.08)
@@ -73,10 +73,11 @@ def test_only_wgrad_of_nvfp4_rotates() -> None:
 
 
 @EACH_RECIPE
-def test_only_gradients_are_rounded_stochastically_and_in_four_bits_they_are(name: str) -> None:
+def test_only_gradients_are_rounded_stochastically_and_in_four_bits_and_integers_they_are(name: str) -> None:
     for gemm, entry in operands_of(name):
         for tensor, operand in zip(OPERANDS[gemm], (entry.a, entry.b), strict=True):
-            assert (operand.rounding == "stochastic") == (tensor == "g" and RECIPES[name].bits == 4)
+            is_coarse = RECIPES[name].bits == 4 or operand.element == "int8"
+            assert (operand.rounding == "stochastic") == (tensor == "g" and is_coarse)
 
 
 @EACH_RECIPE

@@ -125,7 +125,7 @@ _ANSWERS: dict[str, Answer] = {
     # -- formats, memory, devices
     **_named(
         "precision",
-        "bf16 fp16 tf32 fp32 fp8 fp4 nvfp4 mxfp8 dtype torch_dtype mixed_precision "
+        "bf16 fp16 tf32 fp32 fp8 int8 fp4 nvfp4 mxfp8 dtype torch_dtype mixed_precision "
         "mixed_precision_param amp half float8 quantization",
         note="such as bf16, fp8 or snip",
     ),

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from scrimp.errors import PlanError
 from scrimp.formats import scales as scale_rules
-from scrimp.formats.codes import FLOAT8, encode
+from scrimp.formats.codes import BYTES, encode
 from scrimp.formats.grouping import Groups, largest_magnitude
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.hadamard import rotate
@@ -37,7 +37,7 @@ from scrimp.formats.scales import GroupScales
 from scrimp.precision.formats import Element, Scaling, lookup_element, lookup_scaling, scale_shape
 from scrimp.precision.recipes import Operand, Rounding
 
-PAYLOAD_TYPES = {"e2m1": torch.uint8, **FLOAT8}
+PAYLOAD_TYPES = {"e2m1": torch.uint8, **BYTES}
 SCALE_TYPES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AmaxReducer = Callable[[Tensor], None]
@@ -59,7 +59,7 @@ def quantize(
 
     Args:
         x: floating point, one or more axes.
-        element: e2m1, e4m3 or e5m2.
+        element: e2m1, e4m3, e5m2 or int8.
         scaling: tensor, row, tile, block, mx, nvfp4 or nvfp4_2d.
         axis: the one that groups lie along: the one that a GEMM sums over. Square groups (block,
             nvfp4_2d) lie in this axis and the last other one.

@@ -60,7 +60,7 @@ class QuantizedTensor:
     """Codes and scales of a tensor. Their layout has the scaled axis last, as GEMMs read it."""
 
     payload: Tensor
-    """float8, or uint8 with two 4-bit codes a byte; the tensor's axes, the scaled one moved last."""
+    """float8 or int8, or uint8 with two 4-bit codes a byte; the tensor's axes, the scaled one moved last."""
     scales: Tensor
     """Scales of the groups, in the payload's axes: float32, float8_e4m3fn, or uint8 biased exponents."""
     tensor_scale: Tensor | None

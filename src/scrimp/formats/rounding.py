@@ -11,7 +11,8 @@ Method   The spacing of an element's values around x is a power of two,
          nearest      M = 1.5 * 2^23 * step; (x + M) - M. Around M float32 itself has the spacing
                       `step`, so its addition rounds to nearest even, as IEEE 754 demands.
          stochastic   floor(x / step + u) * step with u uniform in [0, 1): up with the probability of the
-                      distance, so that the mean is x.
+                      distance, so that the mean is x. Of u the first 23 - m bits are taken, so that x / step + u
+                      is exact in float32 for every x that the element has, and leaves it where it is.
 
          Values beyond the largest saturate; NaN stays NaN. Zeros come out positive, whatever rounded
          to them: a sum of products never sees their sign, and to keep it costs half as much again.
@@ -26,6 +27,7 @@ import math
 import torch
 from torch import Tensor
 
+from scrimp.formats.noise import BITS
 from scrimp.precision.formats import Element
 
 _EXPONENT_FIELD = 0x7F800000
@@ -41,6 +43,9 @@ def round_(x: Tensor, element: Element, noise: Tensor | None = None) -> Tensor:
         large = 1.5 * 2.0 ** (23 - element.mantissa_bits)  # times a power of two: exact
         return x.add_(power, alpha=large).sub_(power, alpha=large)
     step = power.mul_(2.0**-element.mantissa_bits)
+    if element.mantissa_bits > 23 - BITS:
+        unit = 2.0 ** (element.mantissa_bits - 23)
+        noise = noise.div(unit).floor_().mul_(unit)
     x.div_(step).add_(noise).floor_().mul_(step)
     # Noise can lift a value beyond the largest only where its scale let it exceed that.
     return x.clamp_(-element.max_value, element.max_value)

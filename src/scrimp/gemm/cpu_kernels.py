@@ -34,7 +34,7 @@ from scrimp.formats.noise import MULTIPLIERS, UNIT
 
 _EXPONENT, _MAGNITUDE = np.int32(0x7F800000), np.int32(0x7FFFFFFF)
 _FIRST, _SECOND = (np.int32(number) for number in MULTIPLIERS)
-_UNIT, _HALF = np.float32(UNIT), np.float32(0.5)
+_UNIT, _HALF, _OWN_BITS = np.float32(UNIT), np.float32(0.5), np.float32(2.0**23)
 _BF16_NAN = np.int32(0x7FC0)
 
 
@@ -126,12 +126,13 @@ def _rounded(v: Any, most: Any, least: Any, unit: Any) -> Any:
 
 @_compiled()
 def _rounded_by_noise(v: Any, most: Any, least: Any, unit: Any, u: Any) -> Any:
-    """Up with the probability of the distance; `unit` is 2^-mantissa bits."""
+    """Up with the probability of the distance; `unit` is 2^-mantissa bits; u as `rounding.round_` cuts it."""
     v = most if v > most else v
     v = -most if v < -most else v
     power = np.float32(abs(v))
     power = least if power < least else power
-    step = _float(_bits(power) & _EXPONENT) * unit
+    step, bits_of_noise = _float(_bits(power) & _EXPONENT) * unit, _OWN_BITS * unit
+    u = np.float32(np.floor(u * bits_of_noise)) / bits_of_noise
     v = np.float32(np.floor(v / step + u)) * step
     v = most if v > most else v
     return -most if v < -most else v
@@ -227,7 +228,7 @@ def to_codes(
 ) -> None:
     """Codes of rounded numbers, one a byte."""
     (r, c), (hash_of_row, hashes), columns, last_group = groups, noise, x.shape[1], -1
-    lowest, subnormal, shift, sign, negative, nan = code
+    lowest, subnormal, shift, flip, negative, nan = code
     row, by = np.empty(columns, np.float32), np.empty(columns, np.float32)
     normal = np.int32(1 << (23 - shift))
     for i in range(first, last):
@@ -242,7 +243,8 @@ def to_codes(
             small = np.int32(_float(bits) * subnormal)
             code = code if code >= normal else small
             code = nan if bits > _EXPONENT else code
-            own[j] = np.uint8(code | np.int32(np.int32(_bits(row[j]) >> sign) & negative))
+            sign = np.int32(_bits(row[j]) >> 31)  # -1 below zero
+            own[j] = np.uint8(np.int32(code ^ np.int32(sign & flip)) + np.int32(sign & negative))
 
 
 @_compiled()

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scrimp.files import folder_lock
-from scrimp.formats.codes import FLOAT8
+from scrimp.formats.codes import BYTES
 from scrimp.formats.codes import decode as decode_codes
 from scrimp.formats.grouping import Groups
 from scrimp.gemm import cpu_kernels
@@ -151,14 +151,16 @@ def rounded_codes(
 ) -> Tensor:
     """The same as codes, uint8 [R, C], one a byte whatever its bits."""
     out, m = torch.empty(x.shape, dtype=torch.uint8), element.mantissa_bits
+    is_integer = element.name == "int8"
     code = (
         np.int32((127 + element.min_exponent - 1) << m),
         np.float32(2.0 ** (m - element.min_exponent)),
         np.int32(23 - m),
-        np.int32(32 - element.bits),
-        np.int32(1 << (element.bits - 1)),
-        # E2M1 has no NaN.
-        np.int32(0x7F if element.bits == 8 else 0),
+        # Below zero an integer's bits are turned over and 1 is added; a float's sign is a bit beside its magnitude.
+        np.int32(-1 if is_integer else 0),
+        np.int32(1 if is_integer else 1 << (element.bits - 1)),
+        # E2M1 and integers have no NaN.
+        np.int32(0x7F if element.bits == 8 and not is_integer else 0),
     )
     _by_rows(
         cpu_kernels.to_codes,
@@ -206,7 +208,7 @@ def _values_of_codes(element: Element) -> Tensor:
     """The value of each code."""
     if element.bits == 4:
         return decode_codes(torch.arange(16, dtype=torch.uint8)[:, None], element, 1)[:, 0].contiguous()
-    return torch.arange(256, dtype=torch.uint8).view(FLOAT8[element.name]).to(torch.float32)
+    return torch.arange(256, dtype=torch.uint8).view(BYTES[element.name]).to(torch.float32)
 
 
 def _rule(element: Element, is_divided: bool, lift: float, is_stochastic: bool) -> tuple[Any, ...]:

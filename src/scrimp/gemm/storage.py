@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scrimp.formats import QuantizedTensor
-from scrimp.formats.codes import FLOAT8
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
-from scrimp.formats.quantize import SCALE_TYPES
+from scrimp.formats.quantize import PAYLOAD_TYPES, SCALE_TYPES
 from scrimp.gemm.problem import ROWS, operands_of
 from scrimp.precision import HIGH_PRECISION, RECOMPUTE, capacity, lookup_element, lookup_scaling, scale_shape
 from scrimp.precision.saved_inputs import ALIGNMENT
@@ -67,6 +66,5 @@ def unpack(packed: Tensor, recipe_name: str, shape: tuple[int, int]) -> Quantize
     reader = _Reader(packed)
     tensor_scale = reader.take(torch.float32, 1).reshape(()) if kind.has_tensor_scale else None
     scales = reader.take(SCALE_TYPES[kind.scale_type], *scale_shape((shape[1], length), kind))
-    payload_type = FLOAT8.get(element.name, torch.uint8)
-    payload = reader.take(payload_type, shape[1], math.ceil(length * element.bits / 8))
+    payload = reader.take(PAYLOAD_TYPES[element.name], shape[1], math.ceil(length * element.bits / 8))
     return QuantizedTensor(payload, scales, tensor_scale, operand, ROWS, torch.Size(shape))

@@ -23,6 +23,7 @@ Method   Matrices cost 2 FLOPs per weight and token forward, 4 backward; the emb
          A recipe runs at the best rate that the device has of those that can run its products::
 
              fp32 scales (fp8, fp8_tensor, fp8_row, fp4)    fp8, bf16
+             the same, of integers (int8)                   int8, bf16
              scales of small blocks (mxfp8)                 fp8 beside fp4 units, bf16
              the same, of 4-bit elements (mxfp4, nvfp4)     fp4, bf16
 
@@ -46,7 +47,7 @@ from scrimp.errors import PlanError
 from scrimp.models import HEAD, ModelSpec
 from scrimp.precision import RECIPES, LinearPrecision, lookup_scaling, recipe
 
-_WIDTHS = ("fp32", "bf16", "fp8", "fp4")
+_WIDTHS = ("fp32", "bf16", "int8", "fp8", "fp4")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Peaks:
     """What a device can do at best, in FLOP/s per format, and how that is known."""
 
     flops_per_s: Mapping[str, float]
-    """Width (fp32, bf16, fp8, fp4) to dense FLOP/s; only those that the device has units for."""
+    """Width (fp32, bf16, int8, fp8, fp4) to dense FLOP/s; only those that the device has units for."""
     origin: str
     """'spec sheet of ...' or 'measured here ...'."""
 
@@ -96,19 +97,21 @@ class Peaks:
         others: dict[str, list[str]] = {}
         for name, entry in RECIPES.items():
             rate = rate_of_recipe(self, name)
-            if entry.fprop is not None and rate != f"fp{entry.bits}":
+            if entry.fprop is not None and rate not in (f"fp{entry.bits}", entry.fprop.a.element):
                 others.setdefault(rate, []).append(name)
         emulated = [f"{' '.join(names)} at the {rate} rate" for rate, names in others.items()]
         return f"{self.origin}; {', '.join([native, *emulated])}"
 
 
 def rate_of_recipe(peaks: Peaks, name: str) -> str:
-    """The width (fp32, bf16, fp8, fp4) whose peak a GEMM in a recipe can reach; see the module."""
+    """The width (fp32, bf16, int8, fp8, fp4) whose peak a GEMM in a recipe can reach; see the module."""
     entry = recipe(name)
     if entry.fprop is None:
         return name
     scalings = [lookup_scaling(operand.scaling) for operand in (entry.fprop.a, entry.fprop.b)]
-    if all(scaling.scale_type == "fp32" for scaling in scalings):
+    if entry.fprop.a.element == "int8":
+        rate = needed = "int8"
+    elif all(scaling.scale_type == "fp32" for scaling in scalings):
         rate = needed = "fp8"
     else:
         rate, needed = f"fp{entry.bits}", "fp4"

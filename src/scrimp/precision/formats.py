@@ -10,7 +10,12 @@ element    bits  positive values                           largest  smallest
 e2m1       4     0.5 1 1.5 2 3 4 6                         6        0.5
 e4m3       8     4 significant bits, normal from 2^-6      448      2^-9; NaN, no inf
 e5m2       8     3 significant bits, normal from 2^-14     57,344   2^-16; NaN and inf
+int8       8     1 2 3 ... 127                             127      1; no NaN
 =========  ====  ========================================  =======  ===================
+
+An integer is a float with one exponent: the values of int8 from 64 to 127 have 7 significant bits, and those below are
+spaced as evenly as subnormal numbers are. So one rule rounds all elements. The code -128 is never given: a code and
+its negative are both codes.
 
 ===========  ========================================  ==============================
 scaling      one scale for                             scale
@@ -25,7 +30,7 @@ nvfp4_2d     16 x 16 of the last two axes              E4M3, times one fp32 per 
 ===========  ========================================  ==============================
 
 Sources  OCP Microscaling Formats 1.0; NVIDIA's NVFP4 report (arXiv 2509.25149); DeepSeek-V3
-         (arXiv 2412.19437) for tiles and blocks.
+         (arXiv 2412.19437) for tiles and blocks; Jetfire (arXiv 2403.12422) for int8 in small groups.
 """
 
 from __future__ import annotations
@@ -79,6 +84,7 @@ ELEMENTS: dict[str, Element] = {
         Element("e2m1", 4, 1, 0, 2, 6.0),
         Element("e4m3", 8, 3, -6, 8, 448.0),
         Element("e5m2", 8, 2, -14, 15, 57344.0),
+        Element("int8", 8, 6, 6, 6, 127.0),
     )
 }
 SCALINGS: dict[str, Scaling] = {

@@ -132,7 +132,13 @@ def cluster_of(
         launch_seconds=rates.operation_seconds,
         power_watts=0.0,
         price_per_hour=1.0,
-        peak=Peak(fp32=rates.product, bf16=rates.product, fp8=rates.low, fp4=rates.low4 or rates.low),
+        peak=Peak(
+            fp32=rates.product,
+            bf16=rates.product,
+            fp8=rates.low,
+            fp4=rates.low4 or rates.low,
+            int8=rates.low,
+        ),
         achieved=Achieved(
             fp32=1.0,
             bf16=1.0,
@@ -144,6 +150,7 @@ def cluster_of(
             fp8_block=1.0,
             mxfp8=1.0,
             nvfp4=1.0,
+            int8=1.0,
         ),
         shape=Shape(_TILE, _TILE, InnerSize(bf16=1.0)),
         host_link=HostLink(upload or rates.memory, 0.5),

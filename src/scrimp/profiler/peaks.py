@@ -1,8 +1,8 @@
 """Peak FLOP rates of a device: the denominators of MFU and the speed of light.
 
 Known accelerators have their dense spec-sheet rates (no sparsity; tensor cores with fp32
-accumulation), fp8 and fp4 included where the card has units for them; a card with fp4 units also has
-those for scales of small blocks. At which rate each recipe runs says `scrimp.planner.flops`. Any other
+accumulation), fp8, fp4 and int8 (sums in int32) included where the card has units for them; a card with fp4 units also
+has those for scales of small blocks. At which rate each recipe runs says `scrimp.planner.flops`. Any other
 device, a CPU above all, is measured: the fastest of several square products per format, in this
 process, with the threads that training uses; on a GPU the fastest of several rounds of large products, `IN_A_ROW`
 of them launched one behind the other before the device is waited for, so that launches cost nothing.
@@ -31,23 +31,24 @@ class _Rates(NamedTuple):
     fp32: float
     fp8: float | None = None
     fp4: float | None = None
+    int8: float | None = None
 
 
 # The first name contained in the device's name wins. Sheets that give rates "with sparsity" are halved. GeForce
-# cards run fp8 at twice these rates with fp16 sums, which training does not use.
+# cards run fp8 at twice these rates with fp16 sums, which training does not use; sums in int32 cost them nothing.
 _SPEC_TFLOPS: dict[str, _Rates] = {
-    "H100 PCIe": _Rates(756.0, 51.0, fp8=1513.0),
-    "H100 NVL": _Rates(835.0, 60.0, fp8=1671.0),
-    "H100": _Rates(989.4, 67.0, fp8=1978.9),
-    "H200": _Rates(989.4, 67.0, fp8=1978.9),
-    "GH200": _Rates(989.4, 67.0, fp8=1978.9),
+    "H100 PCIe": _Rates(756.0, 51.0, fp8=1513.0, int8=1513.0),
+    "H100 NVL": _Rates(835.0, 60.0, fp8=1671.0, int8=1671.0),
+    "H100": _Rates(989.4, 67.0, fp8=1978.9, int8=1978.9),
+    "H200": _Rates(989.4, 67.0, fp8=1978.9, int8=1978.9),
+    "GH200": _Rates(989.4, 67.0, fp8=1978.9, int8=1978.9),
     "B200": _Rates(2250.0, 80.0, fp8=4500.0, fp4=9000.0),
-    "A100": _Rates(312.0, 19.5),
-    "L40S": _Rates(362.0, 91.6, fp8=733.0),
-    "L4": _Rates(121.0, 30.3, fp8=242.5),
-    "RTX 5090": _Rates(209.5, 104.8, fp8=419.0, fp4=1676.0),
-    "RTX 4090": _Rates(165.2, 82.6, fp8=330.3),
-    "RTX 3090": _Rates(71.0, 35.6),
+    "A100": _Rates(312.0, 19.5, int8=624.0),
+    "L40S": _Rates(362.0, 91.6, fp8=733.0, int8=733.0),
+    "L4": _Rates(121.0, 30.3, fp8=242.5, int8=242.5),
+    "RTX 5090": _Rates(209.5, 104.8, fp8=419.0, fp4=1676.0, int8=838.0),
+    "RTX 4090": _Rates(165.2, 82.6, fp8=330.3, int8=660.6),
+    "RTX 3090": _Rates(71.0, 35.6, int8=284.0),
 }
 SIZES = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of the products; smaller ones leave multiprocessors of a large GPU idle."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scrimp.errors import PlanError
 from scrimp.planner.hardware import DEVICES, load_device
 from scrimp.planner.layout.kernels import SCORE_BYTES, Kernels, element_bytes, kind_of
 from scrimp.precision import RECIPES
@@ -53,6 +54,15 @@ def test_no_product_is_faster_than_the_peak_or_the_memory(m: int, n: int, k: int
 @pytest.mark.parametrize("recipe", ["fp16", *RECIPES])
 def test_every_recipe_runs_somehow_on_every_device(name: str, recipe: str) -> None:
     device = load_device(name)
+    if recipe == "int8":
+        with pytest.raises(PlanError, match=f"no rate of INT8 products is known for {name}"):
+            Kernels(device).product(4096, 4096, 4096, recipe)
+        peak, achieved = (
+            dataclasses.replace(device.peak, int8=1e15),
+            dataclasses.replace(device.achieved, int8=0.5),
+        )
+        device = dataclasses.replace(device, peak=peak, achieved=achieved)
+        assert device.rate("int8") == 5e14
     assert device.rate(kind_of(recipe, device), 4096)
     assert Kernels(device).product(4096, 4096, 4096, recipe) > 0
 

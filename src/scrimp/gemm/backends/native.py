@@ -212,6 +212,8 @@ def _operand_refusal(a: Operand, b: Operand, family: str) -> str | None:
     if family in ("mx", "nvfp4"):
         same = (a.element == "e2m1") == (b.element == "e2m1")
         return None if same else f"no kernel multiplies {a.element} by {b.element}"
+    if "int8" in (a.element, b.element):
+        return f"torch multiplies no INT8 codes with {a.scaling} scales"
     if "e2m1" in (a.element, b.element):
         return f"no tensor core multiplies E2M1 codes with {a.scaling} scales"
     return "no kernel multiplies E5M2 by E5M2" if a.element == b.element == "e5m2" else None

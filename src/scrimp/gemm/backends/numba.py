@@ -19,7 +19,7 @@ from torch import Tensor
 
 from scrimp.formats import QuantizedTensor
 from scrimp.formats import scales as scale_rules
-from scrimp.formats.codes import FLOAT8
+from scrimp.formats.codes import BYTES
 from scrimp.formats.grouping import Groups
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.quantize import rotated_whole
@@ -104,14 +104,14 @@ class NumbaBackend(ReferenceBackend):
             codes, stored = codes.t().contiguous(), stored.t()
         stored = stored.reshape(scale_shape(codes.shape, scaled.kind))
         element = scaled.element
-        codes = _packed(codes) if element.bits == 4 else codes.view(FLOAT8[element.name])
+        codes = _packed(codes) if element.bits == 4 else codes.view(BYTES[element.name])
         return QuantizedTensor(
             codes, stored.contiguous(), scaled.tensor_scale, use.operand, use.axis, x.shape
         )
 
     def load(self, codes: QuantizedTensor) -> ReferenceOperand:
         """Values of kept codes, as the reference's."""
-        if not self._can_read(codes.payload, codes.operand, (torch.uint8, *FLOAT8.values())):
+        if not self._can_read(codes.payload, codes.operand, (torch.uint8, *BYTES.values())):
             return super().load(codes)
         kind, element = lookup_scaling(codes.operand.scaling), lookup_element(codes.operand.element)
         length = codes.shape[codes.axis]

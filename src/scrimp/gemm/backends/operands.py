@@ -40,7 +40,8 @@ class KernelCodes:
     """A matrix as a GEMM reads it: the summed axis last."""
 
     codes: Tensor
-    """float8 [rows, K]; E2M1 as E4M3. Of groups as in `kernels.QuantizedGroups`: E2M1 packed, or bfloat16 values."""
+    """float8 or int8 [rows, K]; E2M1 as E4M3. Of groups as in `kernels.QuantizedGroups`: E2M1 packed, or bfloat16
+    values."""
     scales: Tensor
     """float32 [rows, ceil(K / 128)] of tiles, [ceil(rows / 128), ceil(K / 128)] of blocks, [rows, 1] of rows, [1] of a
     tensor; any strides. One byte for each group."""

@@ -1,8 +1,9 @@
-"""Triton's kernels: FP8 and FP4 in tiles on FP8 tensor cores, the other formats as exact bf16 products.
+"""Triton's kernels: FP8 and FP4 in tiles on FP8 tensor cores, INT8 on its own, the others as exact bf16 products.
 
 fp8, fp4             One kernel quantizes a tensor, both ways where backward needs both; `scaled_matmul` multiplies
                      codes and applies the scales at every 128 of K. E2M1 values travel as E4M3 codes: the
                      numbers are FP4's, the speed is FP8's.
+int8                 The same kernels, on tensor cores for integers, which GPUs have from Turing on.
 mxfp8, mxfp4, nvfp4  Code times scale is exact in bf16: quantized and dequantized in one pass over memory, then a bf16
                      product with fp32 sums; NVFP4's scales of whole tensors multiply the result.
 Stored codes         are those of `scrimp.formats.quantize`, bit for bit, E2M1 packed, from the pass that makes fprop's
@@ -36,7 +37,7 @@ from scrimp.gemm.backends.operands import (
     kernel_pair,
     to_stored,
 )
-from scrimp.gemm.kernels.launch import INPUT_TYPES, may_run
+from scrimp.gemm.kernels.launch import CODE_TYPES, INPUT_TYPES, may_run
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, operands_of
 from scrimp.gemm.weight_sums import Product
 from scrimp.precision import Operand
@@ -71,8 +72,8 @@ class TritonBackend(Backend):
         return None if device.type == "cuda" or is_interpreted() else "triton kernels need a CUDA device"
 
     def emulates(self, recipe: str) -> bool:
-        """All but fp8: E2M1 on FP8 units, MX and NVFP4 on bf16 units."""
-        return recipe != "fp8"
+        """All but fp8 and int8: E2M1 on FP8 units, MX and NVFP4 on bf16 units."""
+        return recipe not in ("fp8", "int8")
 
     def tuning_bytes(self, gemm: str, recipe: str, shape: Shape, out: torch.dtype) -> int:
         """Bytes for products of tiles, whose kernel has shapes to choose from; 0 for all others."""
@@ -82,9 +83,9 @@ class TritonBackend(Backend):
     def tune(self, gemm: str, recipe: str, shape: Shape, out: torch.dtype, device: torch.device) -> None:
         """Try them for this product."""
         first, second = operands_of(gemm, recipe)
-        if _is_tiled(first):
-            is_block = second is not None and second.scaling == "block"
-            kernels.tune(shape.m, shape.n, shape.k, out, is_block=is_block, device=device)
+        if first is not None and _is_tiled(first):
+            is_block, codes = second is not None and second.scaling == "block", CODE_TYPES[first.element]
+            kernels.tune(shape.m, shape.n, shape.k, out, is_block=is_block, codes=codes, device=device)
 
     def prepare(self, x: Tensor, use: Use) -> KernelCodes | _Values:
         """Codes of tiles and blocks; bf16 values of groups."""
@@ -118,7 +119,7 @@ class TritonBackend(Backend):
         return found if is_tiled else _values(found), stored
 
     def load(self, codes: QuantizedTensor) -> KernelCodes | _Values:
-        """Codes as E4M3, or their bf16 values."""
+        """Codes, E2M1 as E4M3, or their bf16 values."""
         if codes.operand.scaling in TILES:
             return from_stored(codes)
         found = codes.dequantize_matrix()

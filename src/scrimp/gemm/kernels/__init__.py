@@ -1,8 +1,8 @@
 """Triton kernels: quantizers that read memory once, the GEMM over their codes, sums of gradients, AdamW, the loss.
 
 The meaning of every number is `scrimp.formats`; these kernels give the same codes and scales, bit for
-bit. They run on CUDA devices from compute capability 8.9 on (FP8 conversions), and anywhere in
-Triton's interpreter (TRITON_INTERPRET=1 before triton is first imported), which is how the tests
+bit. They run on CUDA devices from compute capability 8.9 on (FP8 conversions; those for integers from 8.0 on), and
+anywhere in Triton's interpreter (TRITON_INTERPRET=1 before triton is first imported), which is how the tests
 check them without a GPU (triton 3.6's interpreter fails in loops under numpy 2.4; 3.9's does not).
 
 Triton is imported at the first use of a name below, never before: a machine without it can import

@@ -10,6 +10,7 @@ Nearest   M = 1.5 * 2^(23 - m) * 2^e, with e the exponent of t or the smallest o
           m bits, to even. M is made from t's exponent field by integer operations. Triton passes no
           reassociation flag to LLVM, so the two operations stay; a product fused into one of
           them would be by a power of two, hence exact.
+Noise     Of its 20 bits those are taken that add exactly to the element's largest value (rounding.py).
 Cast      Values are rounded before they are cast: whatever a cast does (triton's interpreter rounds
           subnormals wrongly, torch 2.11's header gives NaN above 464), here it is exact. A
           zero is always +0.
@@ -34,6 +35,7 @@ E4M3 = tl.constexpr((448.0, 3, -6))
 E4M3_MAX = tl.constexpr(448.0)
 NVFP4_MAX = tl.constexpr((6.0 * 448.0,))
 """What NVFP4's largest element and its largest block scale make of a tensor's scale of 1."""
+NOISE_BITS = tl.constexpr(20)
 
 
 @triton.jit
@@ -162,6 +164,10 @@ def round_stochastic(t, noise, ELEMENT: tl.constexpr):
     bits = exponent_bits(t, ELEMENT) - (ELEMENT[1] << 23)
     step = bits.to(tl.float32, bitcast=True)
     inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
+    if ELEMENT[1] > 23 - NOISE_BITS:
+        unit: tl.constexpr = 2.0 ** (ELEMENT[1] - 23)
+        units: tl.constexpr = 2.0 ** (23 - ELEMENT[1])
+        noise = (noise * units).to(tl.int32).to(tl.float32) * unit
     lifted = t * inverse + noise
     # Floor of a small number by rounding; tl.floor is cvt.rmi.ftz, which calls a subnormal below zero zero.
     nearest = (lifted + 1.5 * 2.0**23) - 1.5 * 2.0**23

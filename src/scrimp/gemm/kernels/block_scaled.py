@@ -64,7 +64,7 @@ def quantize_blocks(w: Tensor, element: str, *, transposed: bool) -> WeightBlock
 
     Args:
         w: row-major [R, C], bfloat16 or float32.
-        element: e2m1 (stored as E4M3 codes), e4m3 or e5m2.
+        element: e2m1 (stored as E4M3 codes), e4m3, e5m2 or int8.
         transposed: also write the codes as [C, R].
 
     Raises:

@@ -417,6 +417,8 @@ def _check(wanted: list[GroupsOf], by_row: GroupsOf | None, by_column: GroupsOf 
         operand, amax = one.operand, one.amax
         if operand.scaling not in SCALINGS:
             raise PlanError("no kernel for these groups", got=operand.scaling, expected=", ".join(SCALINGS))
+        if operand.element == "int8":
+            raise PlanError("integers in groups have no kernel", do="use scrimp.formats.quantize")
         if operand.four_over_six:
             raise PlanError("four_over_six has no kernel", do="use scrimp.formats.quantize")
         if amax is not None and not lookup_scaling(operand.scaling).has_tensor_scale:

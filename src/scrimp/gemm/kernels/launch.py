@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from scrimp.errors import DeviceError, PlanError
+from scrimp.formats.codes import BYTES
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.noise import Noise
 from scrimp.formats.quantize import PAYLOAD_TYPES, SCALE_TYPES
@@ -25,7 +26,7 @@ from scrimp.precision.recipes import Operand
 
 TILE = 128
 """Elements of a tile; rows and columns of a block, and of a program's share."""
-CODE_TYPES = {"e2m1": torch.float8_e4m3fn, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+CODE_TYPES = {"e2m1": torch.float8_e4m3fn, **BYTES}
 """E2M1 values are stored as the E4M3 codes of the same values: FP4 arithmetic on FP8 tensor cores."""
 WARPS_NEAREST, WARPS_STOCHASTIC = 8, 16
 """Warps of a program with a block of 128 x 128. Nearest: two programs fit a multiprocessor at 128 registers; with noise
@@ -40,7 +41,7 @@ class RowTiles:
     """A matrix [R, C] in tiles of 128 along its columns."""
 
     codes: Tensor
-    """float8 [R, C]."""
+    """float8 or int8 [R, C]."""
     scales: Tensor
     """float32 [R, ceil(C / 128)], stride (1, R)."""
 
@@ -50,7 +51,7 @@ class ColumnTiles:
     """A matrix [R, C] in tiles of 128 along its rows, stored transposed."""
 
     codes: Tensor
-    """float8 [C, R]."""
+    """float8 or int8 [C, R]."""
     scales: Tensor
     """float32 [C, ceil(R / 128)], stride (1, C)."""
 
@@ -60,7 +61,7 @@ class WeightBlocks:
     """A matrix [R, C] in blocks of 128 x 128."""
 
     codes: Tensor
-    """float8 [R, C]."""
+    """float8 or int8 [R, C]."""
     scales: Tensor
     """float32 [ceil(R / 128), ceil(C / 128)]."""
     transposed_codes: Tensor | None
@@ -72,7 +73,7 @@ class ScaledRows:
     """A matrix with one scale for each row of its codes, or for all of them."""
 
     codes: Tensor
-    """float8, the scaled axis last: [R, C], or [C, R] where the rows were scaled along."""
+    """float8 or int8, the scaled axis last: [R, C], or [C, R] where the rows were scaled along."""
     scales: Tensor
     """float32: [rows of the codes, 1], or [1] of the whole tensor."""
 

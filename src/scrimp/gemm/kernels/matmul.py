@@ -1,4 +1,4 @@
-"""The GEMM over tiles and blocks: FP8 tensor cores, promotion to float32 at every 128 of K.
+"""The GEMM over tiles and blocks: FP8 or INT8 tensor cores, promotion to float32 at every 128 of K.
 
 Problem  Codes of different tiles have different scales, so a sum may run over codes only within a tile; and
          Hopper's FP8 accumulator is reported to keep about 14 bits (DeepSeek-V3), too few for a long sum.
@@ -9,7 +9,9 @@ Method   For each 128 of K a fresh product P = A_k B_k^T is made by the tensor c
 
          so that no sum inside the tensor cores is longer than 128. `promote_every=32` also adds every 32
          in float32 (one instruction of the tensor cores): for measuring whether 128 loses anything.
-Exact    With E2M1 operands P is a sum of at most 128 multiples of 1/4 below 36: exact in 15 bits.
+Exact    With E2M1 operands P is a sum of at most 128 multiples of 1/4 below 36: exact in 15 bits. With integers the
+         tensor cores add in int32, and P is at most 127 * 127 * 128 < 2^21, which float32 has: a result differs from
+         another order of the work only by the sums of tiles.
 Tiles    Programs run in groups of rows of C, so that the operands of neighbours stay in the second-level cache.
          Shapes of tiles (`scaled_matmul_kernel.configs`) are tried at the first call of each N and each bucket of M
          and K, where numbers of tokens stand: powers of two, so that a last chunk or a shorter batch tries nothing
@@ -44,7 +46,8 @@ from scrimp.gemm.kernels.arithmetic import (
 )
 from scrimp.gemm.kernels.launch import TILE, check_devices, check_row_major
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+PAIRS = ({torch.float8_e4m3fn, torch.float8_e5m2}, {torch.int8})
+"""Types of codes that are multiplied by one another."""
 PROMOTIONS = (32, 128)
 _NO_NOISE = Noise()
 TIMER_BYTES = 2**28
@@ -138,6 +141,7 @@ def scaled_matmul_kernel(
             product = tl.dot(a_tile, b_tile)
         else:
             product = tl.dot(a_tile, b_tile, max_num_imprecise_acc=PROMOTE_EVERY)
+        product = product.to(tl.float32)  # from int32, of integers
         if BLOCK_SCALED:
             total += product * (a_scale * b_scale)[:, None]
         else:
@@ -171,17 +175,19 @@ def tuning_bytes(m: int, n: int, k: int, out: torch.dtype) -> int:
     return (m + n) * (k + 4 * groups) + 2 * out.itemsize * m * n + TIMER_BYTES
 
 
-def tune(m: int, n: int, k: int, out: torch.dtype, *, is_block: bool, device: torch.device) -> None:
-    """Try the shapes of tiles for a product of these sizes into `out`, on operands of its own, if that has not been
-    done."""
+def tune(
+    m: int, n: int, k: int, out: torch.dtype, *, is_block: bool, codes: torch.dtype, device: torch.device
+) -> None:
+    """Try the shapes of tiles for a product of these sizes and type of codes into `out`, on operands of its own, if
+    that has not been done."""
     generator = torch.Generator(device).manual_seed(0)
-    codes = [
+    operands = [
         torch.randint(0, 120, (rows, k), dtype=torch.uint8, device=device, generator=generator)
         for rows in (m, n)
     ]
     groups, rows = ceil(k / TILE), ceil(n / TILE) if is_block else n
     scales = [torch.ones(groups, size, device=device).t() for size in (m, rows)]
-    a, b = (one.view(torch.float8_e4m3fn) for one in codes)
+    a, b = (one.view(codes) for one in operands)
     scaled_matmul(a, scales[0], b, scales[1], out)
 
 
@@ -197,9 +203,9 @@ def scaled_matmul(
     """C [M, N] = A B^T for codes with 128-tiles along K.
 
     Args:
-        a_codes: float8 [M, K], row-major.
+        a_codes: float8 or int8 [M, K], row-major.
         a_scales: float32 [M, ceil(K / 128)], any strides.
-        b_codes: float8 [N, K], row-major.
+        b_codes: float8 [N, K], row-major; int8 where a_codes are.
         b_scales: float32 [N, ceil(K / 128)] of tiles, or [ceil(N / 128), ceil(K / 128)] of blocks, any strides.
         out_dtype: bfloat16 or float32.
         promote_every: 128, or 32 to add in float32 within a tile too.
@@ -305,10 +311,16 @@ def _check(
 ) -> bool:
     """Refuse what does not fit; whether b's scales are those of blocks."""
     for name, codes in (("a_codes", a_codes), ("b_codes", b_codes)):
-        if codes.dim() != 2 or codes.dtype not in FLOAT8:
+        if codes.dim() != 2 or not any(codes.dtype in pair for pair in PAIRS):
             got = f"{codes.dtype} {tuple(codes.shape)}"
-            raise PlanError(f"{name} must be a float8 matrix", got=got, expected="e4m3fn or e5m2, 2 axes")
+            expected = "e4m3fn, e5m2 or int8, 2 axes"
+            raise PlanError(f"{name} must be a matrix of float8 or int8", got=got, expected=expected)
         check_row_major(name, codes)
+    if not any({a_codes.dtype, b_codes.dtype} <= pair for pair in PAIRS):
+        got = f"{a_codes.dtype} and {b_codes.dtype}"
+        raise PlanError(
+            "no tensor core multiplies these codes", got=got, expected="both float8, or both int8"
+        )
     (m, k), (n, other_k) = a_codes.shape, b_codes.shape
     if k != other_k:
         raise PlanError("the operands differ in K", got=f"{k} and {other_k}", expected="the same K, last")

@@ -242,7 +242,7 @@ def quantize_rows(
 
     Args:
         x: row-major [R, C], bfloat16 or float32.
-        element: e4m3 or e5m2; e2m1 is stored as E4M3 codes.
+        element: e4m3, e5m2 or int8; e2m1 is stored as E4M3 codes.
         by_row: a scale for each row, codes [R, C].
         by_column: a scale for each column, codes [C, R].
         noise: rounds the codes of rows stochastically; unset: to nearest.

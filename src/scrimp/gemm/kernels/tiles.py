@@ -139,7 +139,7 @@ def quantize_tiles(
 
     Args:
         x: row-major [R, C], bfloat16 or float32.
-        element: e2m1 (stored as E4M3 codes), e4m3 or e5m2.
+        element: e2m1 (stored as E4M3 codes), e4m3, e5m2 or int8.
         by_row: tiles along the columns, codes [R, C].
         by_column: tiles along the rows, codes [C, R].
         noise: rounds the row tiles stochastically; unset: to nearest.

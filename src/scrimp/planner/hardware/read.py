@@ -61,7 +61,9 @@ NODES: Final[tuple[str, ...]] = tuple(sorted(file.stem for file in (_HERE / "nod
 """Names of the nodes that ship."""
 _MOST: Final = 2**20
 """Devices of a cluster; none has more."""
-_KINDS: Final[tuple[Kind, ...]] = ("fp8", "fp8_block", "mxfp8", "nvfp4")
+_KINDS: Final[tuple[Kind, ...]] = ("int8", "fp8", "fp8_block", "mxfp8", "nvfp4")
+_UNITS: Final[dict[Kind, str]] = {"int8": "int8", "nvfp4": "fp4"}
+"""Peaks of the units that run them; of all others fp8's."""
 
 
 def load_device(name: str | Path, relative_to: Path | None = None, where: str | None = None) -> Device:
@@ -131,10 +133,10 @@ def _device(file: Path) -> Device:
             raise ConfigError(
                 f"achieved.{kind} in {where} is a share of units that the device does not have",
                 got=share,
-                expected=f"a rate peak.{'fp4' if kind == 'nvfp4' else 'fp8'} beside it",
+                expected=f"a rate peak.{_UNITS.get(kind, 'fp8')} beside it",
                 do=f"remove achieved.{kind}, or add that rate under [peak]",
             )
-    for width, kind in (("fp8", "fp8"), ("fp4", "nvfp4")):
+    for width, kind in (("int8", "int8"), ("fp8", "fp8"), ("fp4", "nvfp4")):
         if getattr(found.peak, width) is not None and getattr(found.achieved, kind) is None:
             raise missing(f"achieved.{kind}", where, f"the share of peak.{width} that products reach")
     return found

@@ -25,8 +25,8 @@ from typing import Final, Literal
 
 from scrimp.config import Range
 
-Kind = Literal["fp32", "bf16", "fp8", "fp8_block", "mxfp8", "nvfp4"]
-"""How a matrix product is computed; fp8 has one scale a tensor or row, fp8_block one for 128 x 128."""
+Kind = Literal["fp32", "bf16", "int8", "fp8", "fp8_block", "mxfp8", "nvfp4"]
+"""How a matrix product is computed; fp8 has one scale a tensor or row, fp8_block and int8 one for 128 x 128."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class Peak:
     mxfp8: float | None = None
     """Block-scaled 8-bit instruction, where it is faster than plain fp8 (GeForce Blackwell: twice); else None."""
     fp4: float | None = None
+    int8: float | None = None
+    """Sums in int32."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Achieved:
     fp8_block: float | None = None
     mxfp8: float | None = None
     nvfp4: float | None = None
+    int8: float | None = None
+    """No shipped file has it, nor `peak.int8`: for scales of 128 x 128 no source gives a share that kernels reach."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,7 @@ class Device:
             "fp8_block": eight,
             "mxfp8": eight,
             "nvfp4": self.peak.fp4,
+            "int8": self.peak.int8,
         }[kind]
 
     def rate(self, kind: Kind, inner: float | None = None) -> float | None:
@@ -285,11 +290,11 @@ DEVICE_RANGES: Final[dict[str, Range]] = {
     "launch_seconds": Range(1e-8, 1e-2),
     "power_watts": Range(1, 10**5),
     "price_per_hour": Range(0, 10**4),
-    **{f"peak.{name}": _RATE for name in ("fp32", "tf32", "bf16", "fp8", "mxfp8", "fp4")},
+    **{f"peak.{name}": _RATE for name in ("fp32", "tf32", "bf16", "int8", "fp8", "mxfp8", "fp4")},
     **{
         f"achieved.{name}": _RATE_SHARE
         for name in (
-            *("fp32", "bf16", "fp8", "fp8_block", "mxfp8", "nvfp4"),
+            *("fp32", "bf16", "int8", "fp8", "fp8_block", "mxfp8", "nvfp4"),
             *("attention_forward", "attention_backward", "memory"),
         )
     },

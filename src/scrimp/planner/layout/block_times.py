@@ -71,7 +71,7 @@ _ROTATION_BYTES = (20.0, 24.0)
 """For each number of queries and keys beyond one fused pass, where YaRN scales them, which no fused kernel does
 (apply_rotary_pos_emb, mscale): products with cosine and sine (8), half negated (2), joined (4), added (6), joined
 (4), less 4; backward the same and what three uses add up."""
-_SCALE_BYTES = {"fp8": 4 / 128, "mxfp8": 1 / 32, "nvfp4": 1 / 16}
+_SCALE_BYTES = {"fp8": 4 / 128, "int8": 4 / 128, "mxfp8": 1 / 32, "nvfp4": 1 / 16}
 """Bytes of scales that lie along rows, for each number, by recipe."""
 
 

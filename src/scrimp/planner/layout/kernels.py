@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import get_args
 
+from scrimp.errors import PlanError
 from scrimp.planner.hardware import Device, Kind
 
 KINDS: dict[str, Kind] = {
@@ -160,8 +161,19 @@ class Kernels:
 
 
 def kind_of(recipe: str, device: Device) -> Kind:
-    """How a device multiplies in a recipe; without units for it as in bf16."""
+    """How a device multiplies in a recipe; without units for it as in bf16.
+
+    Raises:
+        PlanError: units for it are there, but nothing says how fast products of them are.
+    """
     name = KINDS.get(recipe, recipe)
+    if name == "int8" and device.rate("int8") is None:
+        raise PlanError(
+            f"no rate of INT8 products is known for {device.name}",
+            got="precision int8",
+            expected="peak.int8 and achieved.int8 in a hardware file",
+            do="give a file of your own with both, or plan another format",
+        )
     kind: Kind = next((one for one in KNOWN if one == name), "bf16")
     return "bf16" if device.rate(kind) is None else kind
 

@@ -133,7 +133,7 @@ def output_shares(linear: LinearSpec, setting: Setting) -> list[float]:
 def quantize_bytes(setting: Setting, recipe: str) -> float:
     """Bytes for each number of an operand that is quantized in a pass, by a program that was not counted by recipe."""
     software = setting.software
-    in_blocks = kind_of(recipe, setting.device) in ("fp8_block", "mxfp8")
+    in_blocks = kind_of(recipe, setting.device) in ("fp8_block", "int8", "mxfp8")
     return software.quantize_block_bytes if in_blocks else software.quantize_bytes
 
 
