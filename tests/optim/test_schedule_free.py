@@ -17,6 +17,7 @@ from states import states_of
 from torch import Tensor, nn
 
 from scrimp.config import OptimizerConfig
+from scrimp.optim import schedule_free
 from scrimp.optim.schedule_free import ScheduleFree, memory
 from scrimp.parts import TensorPart
 from scrimp.world import World
@@ -100,7 +101,7 @@ def test_every_step_is_the_papers_in_float64_at_all_three_points() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_trained_is_back_bit_for_bit_whatever_happens_while_it_is_evaluated(
-    dtype: torch.dtype,
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = parameters(dtype)
     optimizer = ScheduleFree(named, dataclasses.replace(SETTINGS, master_weights=dtype == torch.bfloat16))
@@ -111,6 +112,18 @@ def test_what_is_trained_is_back_bit_for_bit_whatever_happens_while_it_is_evalua
         assert not torch.equal(named["matrix"], before["matrix"])
         raise RuntimeError("out of memory")
     after = {**named, **states_of(optimizer)}
+    assert all(torch.equal(after[name], one) for name, one in before.items())
+    average, calls = schedule_free.evaluated, iter(range(9))
+
+    def second_fails(*given: object) -> torch.Tensor:
+        if next(calls):
+            raise RuntimeError("out of memory")
+        return average(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(schedule_free, "evaluated", second_fails)
+    with pytest.raises(RuntimeError), optimizer.evaluating():
+        pass
+    assert next(calls) == 2
     assert all(torch.equal(after[name], one) for name, one in before.items())
 
 

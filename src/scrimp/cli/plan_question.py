@@ -151,6 +151,12 @@ def _model(shape: Path | None, config: Config) -> tuple[ModelFamily, int, int]:
         family, sequence, tokens = family_of(read_shape(shape)), train.sequence, train.batch_tokens
     else:
         architecture = architecture_asked(config)
+        if architecture.sparse_share is not None:
+            raise ConfigError(
+                "a search on other hardware does not know what making layers with a sparse matrix costs",
+                got=f"model.sparse_share {architecture.sparse_share:g}",
+                do="leave it out, or leave --hardware out to plan for this machine",
+            )
         sequence = train.sequence or batches.decide_sequence(train, architecture, 1)[0]
         known = dataclasses.replace(train, sequence=sequence)
         tokens = train.batch_tokens or batches.decide_tokens(known, architecture, 1)[0]

@@ -114,10 +114,10 @@ class ScheduleFree(Targets):
         """Parameters are x, and afterwards again y, bit for bit."""
         self._take_over()
         kept = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(evaluated(self._targets[name], self._z[name], self._settings.beta1))
         try:
+            with torch.no_grad():
+                for name, parameter in self._parameters.items():
+                    parameter.copy_(evaluated(self._targets[name], self._z[name], self._settings.beta1))
             yield
         finally:
             with torch.no_grad():

@@ -36,9 +36,9 @@ MAX_SHARD_BYTES = 5_000_000_000
 OWN_TOKENIZER_RULES = frozenset({"qwen2"})
 """Families whose tokenizer AutoTokenizer of transformers 5 loads by rules of its own, whatever the folder says."""
 
-ENDS = (".A.weight", ".B.weight")
+_ENDS = (".A.weight", ".B.weight")
 """Ends of the names of what a matrix is made of that is a product."""
-SPARSE_ENDS = (*ENDS, ".S")
+_SPARSE_ENDS = (*_ENDS, ".S")
 """The same, with a sparse matrix beside the product."""
 
 Weights = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -94,7 +94,7 @@ def write_weights(
     table = {fused.name: fused for fused in fused_parameters(architecture)}
     stream = _stream(weights)
     if architecture.rank is not None:
-        stream = _multiplied_out(stream, dtype, ENDS if architecture.sparse_share is None else SPARSE_ENDS)
+        stream = _multiplied_out(stream, dtype, _ENDS if architecture.sparse_share is None else _SPARSE_ENDS)
     first = [next(stream, None)]  # a list, so that nothing else holds the tensor while the rest is read
     if first[0] is None:
         raise ModelError("there are no weights to export", expected=f"{len(table)} parameters")
