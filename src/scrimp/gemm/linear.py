@@ -111,7 +111,7 @@ def planned_linear(
     if not is_compiling and runs_plain(x, layer):
         return summed_linear(x, weight, bias, layer)
     needs_grad = torch.is_grad_enabled()
-    total = None if splits else sum_for(weight)
+    total = None if splits else sum_for(weight, x)
     function = operators.CompiledLinear if is_compiling else _Linear
     matrix = x[None] if x.dim() == 1 else x.flatten(0, -2)
     # In a tuple: of an input without a gradient autograd would call the weight's hooks all the same.

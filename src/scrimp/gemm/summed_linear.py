@@ -36,12 +36,12 @@ def summed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, owner: object)
         x: of any leading shape.
         owner: the planned layer, or the module of one that is not.
     """
-    total = sum_for(weight)
+    total = sum_for(weight, x)
     compute = compute_dtype(x)
     if total is None or compute not in total.plain:
         return plain_linear(x, weight, bias)
     is_skipped = not torch.compiler.is_compiling() and only_saves(owner)
-    matrix = x.flatten(0, -2)
+    matrix = x[None] if x.dim() == 1 else x.flatten(0, -2)
     found = _Product.apply(matrix, weight, bias, total.handle, compute, is_skipped)  # type: ignore[no-untyped-call]
     return cast(Tensor, found).view(*x.shape[:-1], weight.shape[0])
 

@@ -10,8 +10,8 @@ Method   An optimizer leaves a `WeightSum` with each matrix that it trains (`set
              first micro-batch   sum = G^T X                 in the type of the sum
              others              sum = round(sum + G^T X)    by the product itself, where one can
 
-         autograd calls a parameter's post-accumulate hooks all the same, when it would have had the gradient: whoever
-         waits for it (sums over whole copies) finds it in the sum.
+         autograd (of torch 2.13) calls a parameter's post-accumulate hooks all the same, when it would have had the
+         gradient: whoever waits for it (sums over whole copies) finds it in the sum.
 Who can  torch's product: float32 to float32, on a GPU bf16 to float32 (cuBLAS with beta = 1). Triton's of tiles (fp8,
          fp4): to both, in bf16 rounded stochastically. Each is tried on its device before it is used. Where none
          can, a planned layer's gradient is added as autograd's would be, bit for bit, and a plain layer is torch's own.
@@ -133,9 +133,16 @@ def set_sum(parameter: Tensor, total: WeightSum) -> None:
     parameter.scrimp_sum = total  # type: ignore[attr-defined]
 
 
-def sum_for(weight: Tensor) -> WeightSum | None:
-    """What a layer's backward function is to add to; None: autograd takes the gradient."""
+def sum_for(weight: Tensor, x: Tensor) -> WeightSum | None:
+    """What a layer's backward function is to add to; None: autograd takes the gradient.
+
+    Args:
+        x: the layer's input. Of one without a gradient compiled blocks would use no result of an operator that adds,
+            and leave it out.
+    """
     if not _is_adding or not torch.is_grad_enabled():
+        return None
+    if torch.compiler.is_compiling() and not x.requires_grad:
         return None
     return getattr(weight, "scrimp_sum", None)
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from scrimp.formats import Noise, QuantizedTensor
+from scrimp.formats.codes import BYTES
 from scrimp.gemm import kernels
 from scrimp.gemm.backends.base import Backend
 from scrimp.gemm.backends.operands import (
@@ -86,6 +87,8 @@ class TritonBackend(Backend):
         if first is not None and _is_tiled(first):
             is_block, codes = second is not None and second.scaling == "block", CODE_TYPES[first.element]
             kernels.tune(shape.m, shape.n, shape.k, out, is_block=is_block, codes=codes, device=device)
+            if gemm == "wgrad":
+                _adds(device, out, codes)
 
     def prepare(self, x: Tensor, use: Use) -> KernelCodes | _Values:
         """Codes of tiles and blocks; bf16 values of groups."""
@@ -165,7 +168,7 @@ class _TileProduct(Product):
 
     def adds(self, dtype: torch.dtype) -> bool:
         """Where it gave the sums of a product in float32 that is added afterwards."""
-        return _adds(self.a.codes.device, dtype)
+        return _adds(self.a.codes.device, dtype, self.a.codes.dtype)
 
     def add(self, total: Tensor, noise: Noise | None) -> None:
         """By the kernel."""
@@ -179,13 +182,15 @@ class _TileProduct(Product):
 
 
 @functools.cache
-def _adds(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel that adds gives the bits of product and sum apart, tried once in a process."""
+def _adds(device: torch.device, dtype: torch.dtype, codes: torch.dtype) -> bool:
+    """Whether the kernel that adds gives the bits of product and sum apart, tried once in a process: while it tunes."""
+
+    element = next(name for name, type_ in BYTES.items() if type_ == codes)
 
     def trial() -> bool:
         generator = torch.Generator().manual_seed(0)
         matrices = (torch.randn(size, 300, generator=generator).to(device) for size in (130, 70))
-        a, b = (kernels.quantize_tiles(one, "e4m3", by_row=True, by_column=False)[0] for one in matrices)
+        a, b = (kernels.quantize_tiles(one, element, by_row=True, by_column=False)[0] for one in matrices)
         assert a is not None
         assert b is not None
         total = torch.randn(130, 70, generator=generator).to(device, dtype)

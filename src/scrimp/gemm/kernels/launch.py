@@ -228,6 +228,8 @@ def may_run(name: str, trial: Callable[[], bool]) -> bool:
         if trial():
             return True
         why = "its numbers are not theirs"
+    except torch.OutOfMemoryError:
+        raise  # it says nothing of the kernel
     except Exception as error:  # a compiler that is not there, a card that it does not know
         why = f"{type(error).__name__}: {error}"
     warnings.warn(f"the {name} kernel does not run here, torch's operators do, slower ({why})", stacklevel=2)
