@@ -76,6 +76,7 @@ def test_a_search_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> 
     assert only.setting.micro_batch == 4
 
 
+@pytest.mark.slow
 def test_ranks_of_zero_are_searched_as_they_are_predicted() -> None:
     asked = {name: LINE[name] for name in ("model", "hardware", "sequence", "global_batch")}
     devices = load_hardware(LINE["hardware"]).devices
@@ -86,6 +87,7 @@ def test_ranks_of_zero_are_searched_as_they_are_predicted() -> None:
     assert usual == free
 
 
+@pytest.mark.slow
 def test_formats_of_other_programs_are_searched() -> None:
     asked = {name: LINE[name] for name in ("model", "hardware", "sequence", "global_batch")}
     half = scrimp.search(**asked, precision="fp16", software="megatron", keep=1).plans[0]
@@ -96,6 +98,7 @@ def test_formats_of_other_programs_are_searched() -> None:
     assert scrimp.search(**asked, software="megatron", settings=own, keep=1).plans
 
 
+@pytest.mark.slow
 def test_numbers_and_paths_of_other_libraries_are_taken(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text('[[nodes]]\nnode = "dgx-h100"\ndevices = 4\n', encoding="utf-8")

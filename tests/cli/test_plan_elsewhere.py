@@ -227,6 +227,7 @@ def test_a_cluster_of_a_file_is_told_what_its_file_would_say(
     assert "xa100-80" not in said[said.index("error:") :]  # a slow search says above what it searches
 
 
+@pytest.mark.slow
 def test_a_plan_for_another_size_than_its_file_is_shown_and_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,6 +258,7 @@ def test_states_for_the_host_and_a_pipeline_are_no_layout(capsys: pytest.Capture
     assert "the nearest that have one" not in said
 
 
+@pytest.mark.slow
 def test_why_not_is_answered_with_a_plan_or_with_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--hardware", "4xh100", "--model.preset", "llama-3.2-1b"]
     assert plan(*words, "--explain", "layout.tp=4") == 0

@@ -52,6 +52,7 @@ def test_demonstrations_tell_the_answer_as_often_as_their_kind_says() -> None:
     assert share_told(conversations(source("none"))) == 0
 
 
+@pytest.mark.slow
 def test_all_kinds_ask_the_same_and_hold_the_same_out() -> None:
     for found in zip(*(conversations(source(kind)) for kind in ("bm25", "random", "none")), strict=True):
         assert found[0][-2:] == found[1][-2:] == found[2][-2:]

@@ -78,6 +78,7 @@ def expected_sums(model: nn.Module, optimizer: AdamW, masters: bool) -> dict[str
 
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.every(3)
 def test_sums_of_products_of_tiles(masters: bool, watched: bool) -> None:
     model, optimizer = started(masters)
     other, with_autograd = started(masters)

@@ -19,7 +19,7 @@ from test_page import Tags
 from scrimp.cli import main
 
 WORDS = [
-    *("plan", "--hardware", "2x8xh100", "--model.preset", "llama-3.1-8b", "--train.sequence", "4096"),
+    *("plan", "--hardware", "2x8xh100", "--model.preset", "llama-3.2-1b", "--train.sequence", "4096"),
     *("--train.batch-tokens", "524288", "--layout.pp", "4", "--precision", "fp8_tensor", "--tokens", "15T"),
     *("--json", "--what-if", "--explain", "layout.tp=4"),
 ]
@@ -81,7 +81,7 @@ def test_every_block_has_a_cell_in_its_format(page: tuple[str, dict[str, Any]]) 
     boxes = rects(text, "cell")
     assert len(boxes) == answer["question"]["layers"]
     assert {box["class"] for box, _ in boxes} == {"cell fp8"}
-    assert sorted(int(re.findall(r"block (\d+)", title)[0]) for _, title in boxes) == list(range(32))
+    assert sorted(int(re.findall(r"block (\d+)", title)[0]) for _, title in boxes) == list(range(16))
     assert "Formats are given, not chosen" in text
 
 

@@ -104,6 +104,7 @@ def row(results: Path, variant: str) -> float:
     return found
 
 
+@pytest.mark.slow
 def test_an_ensemble_is_the_mean_of_logits(results: Path) -> None:
     runs = [results / "runs" / f"{name}-seed5" for name in NAMES]
     expected = losses_of(runs[0], [loaded(run) for run in runs])
@@ -113,6 +114,7 @@ def test_an_ensemble_is_the_mean_of_logits(results: Path) -> None:
     assert row(results, "ensemble") < statistics.fmean(row(results, name) for name in NAMES)
 
 
+@pytest.mark.slow
 def test_a_merge_is_the_mean_of_weights(results: Path) -> None:
     runs = [results / "runs" / f"{name}-seed5" for name in OF_TWO]
     models = [loaded(run) for run in runs]
@@ -124,6 +126,7 @@ def test_a_merge_is_the_mean_of_weights(results: Path) -> None:
     assert row(results, "merge") == pytest.approx(float(losses_of(runs[0], [merged])), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_merge_with_weights_is_the_average_of_averages(results: Path) -> None:
     """((longer + slower) / 2 + two) / 2, in float64, has the loss of the row."""
     two, longer, slower = (loaded(results / "runs" / f"{name}-seed5") for name in OF_TWO)
@@ -137,6 +140,7 @@ def test_a_merge_with_weights_is_the_average_of_averages(results: Path) -> None:
     assert abs(expected - row(results, "merge")) > 1e-3 * expected  # and not that of the plain mean
 
 
+@pytest.mark.slow
 def test_students_and_runs_that_go_on_find_what_they_need(results: Path) -> None:
     teachers = str(saved_config(results / "runs" / "student-seed5").objective.teachers)
     assert teachers == ",".join(str(results / "runs" / f"{name}-seed5") for name in ("two", "three"))
@@ -144,6 +148,7 @@ def test_students_and_runs_that_go_on_find_what_they_need(results: Path) -> None
     assert row(results, "student") != row(results, "one")
 
 
+@pytest.mark.slow
 def test_models_that_do_not_go_together_are_a_row_with_the_reason(results: Path, tmp_path: Path) -> None:
     corpus, cache = results.parent / "corpus.txt", results.parent / "cache"
     other = [
@@ -160,6 +165,7 @@ def test_models_that_do_not_go_together_are_a_row_with_the_reason(results: Path,
             evaluate_together([results / "runs" / "one-seed5", tmp_path / "run"], weights)
 
 
+@pytest.mark.slow
 def test_first_steps_of_students_read_the_words_of_their_teachers(results: Path, tmp_path: Path) -> None:
     text = (results / "study.toml").read_text()
     text = text.replace('data.tokenizer = "bytes"', "data.vocab_size = 300")
@@ -170,6 +176,7 @@ def test_first_steps_of_students_read_the_words_of_their_teachers(results: Path,
     assert len({probe.data for probe in probes.values()}) == 1
 
 
+@pytest.mark.slow
 def test_a_combination_of_what_is_not_there_is_refused(results: Path) -> None:
     with pytest.raises(ScrimpError):
         evaluate_together([results / "runs" / "one-seed5", results / "runs" / "nobody-seed5"], None)

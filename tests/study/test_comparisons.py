@@ -70,6 +70,7 @@ def test_the_pairs_that_a_difference_takes_are_the_fewest() -> None:
 
 @pytest.mark.parametrize("interval", ["t", "bootstrap"])
 @pytest.mark.parametrize("pairs", [6, 12])
+@pytest.mark.every(2)
 def test_intervals_hold_the_true_mean_as_often_as_they_say(interval: str, pairs: int) -> None:
     draws, times = np.random.default_rng(2), 400
     held = 0

@@ -49,6 +49,7 @@ def adds_one(pairs: int, effect: float, number: int) -> int:
 
 @pytest.mark.parametrize("begins", [3, 6])
 @pytest.mark.parametrize("goes_on", [follows_advice, adds_one])
+@pytest.mark.every(4)
 def test_studies_of_nothing_err_as_often_as_the_page_says(goes_on, begins: int) -> None:  # type: ignore[no-untyped-def]
     wrong, times = 0, 10_000
     for draws in np.random.default_rng(begins).normal(size=(times, MOST)):

@@ -89,6 +89,7 @@ def row(results: Path, variant: str) -> Row:
     return read_rows(results)[variant, 5, 6]
 
 
+@pytest.mark.slow
 def test_rows_have_the_loss_of_each_source_and_their_mean(results: Path) -> None:
     for name in ("of-a", "of-b"):
         found = row(results, name).figures
@@ -107,6 +108,7 @@ def test_rows_have_the_loss_of_each_source_and_their_mean(results: Path) -> None
         assert curve.values[-1] == pytest.approx(found["mean_source_loss"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_merge_is_evaluated_on_each_source(results: Path) -> None:
     runs = [results / "runs" / f"of-{name}-seed5" for name in "ab"]
     executables = [load_executable(open_target(run), "cpu") for run in runs]
@@ -125,6 +127,7 @@ def test_a_merge_is_evaluated_on_each_source(results: Path) -> None:
         assert row(results, "both").figures[f"{SOURCE}{label}"] == pytest.approx(expected.loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_runs_of_other_weights_are_compared_and_train_on_theirs_alone(results: Path) -> None:
     rows = read_rows(results)
     assert len({one.data for one in rows.values()}) == 1
@@ -139,6 +142,7 @@ def test_runs_of_other_weights_are_compared_and_train_on_theirs_alone(results: P
         assert [bool(one["passes"]) for one in sources] == [bool(share) for share in shares]
 
 
+@pytest.mark.slow
 def test_a_source_with_less_than_its_tokens_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,6 +130,7 @@ def test_merged_weights_give_the_logits_of_adapters_beside_their_base(folder: Pa
             assert torch.equal(parameter, dict(merged.named_parameters())[name]), name
 
 
+@pytest.mark.slow
 def test_evaluation_text_and_chat_read_both(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = folder / "corpus.txt"
     shown = {}
@@ -218,6 +219,7 @@ def test_formats_and_memory_are_proven_and_something_is_learnt(
     assert losses(again) == losses(run)
 
 
+@pytest.mark.slow
 def test_formats_of_a_base_are_chosen_under_a_budget(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,6 +308,7 @@ def test_without_its_base_a_run_is_refused_by_name(
         assert "is not the one that adapters were trained beside" in shown.err + shown.out, words
 
 
+@pytest.mark.slow
 def test_a_base_that_trained_on_is_found_at_the_step_it_had(folder: Path, tmp_path: Path) -> None:
     base, run = tmp_path / "base", tmp_path / "run"
     corpus = folder / "corpus.txt"

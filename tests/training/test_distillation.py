@@ -41,6 +41,7 @@ def test_the_loss_that_is_shown_is_that_of_the_text(folder: Path) -> None:
     assert taught[2] != plain[2]
 
 
+@pytest.mark.slow
 def test_formats_are_proven_beside_a_teacher(folder: Path) -> None:
     """The first step's products are compared with the plan, in which the teacher's are not."""
     assert main(student(folder, "in-fp8", str(folder / "teacher"), "--precision=fp8,head=fp8")) == 0

@@ -100,6 +100,7 @@ def test_a_run_that_took_states_goes_on_from_its_own_checkpoints(tmp_path: Path)
     assert losses(run) == second
 
 
+@pytest.mark.slow
 def test_an_average_goes_over_with_the_weights_that_it_is_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ SNIP = ("--snip.first=1", "--snip.every=3", "--snip.delay=1", "--snip.formats=fp
     ("factors", "optimizer", "precision"),
     [
         (FACTORS, "adamw", "fp32"),
-        (SPARSE, "adamw", "fp32"),
+        pytest.param(SPARSE, "adamw", "fp32", marks=pytest.mark.slow),
         pytest.param(SPARSE, "muon", "bf16", marks=pytest.mark.slow),
         pytest.param(FACTORS, "muon", "fp8,*.mlp.*.B=bf16", marks=pytest.mark.slow),
         pytest.param(FACTORS, "adamw", "snip", marks=pytest.mark.slow),

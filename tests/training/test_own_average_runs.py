@@ -79,6 +79,7 @@ def test_the_account_is_what_is_allocated(folder: Path) -> None:
         assert predicted == pytest.approx(counted, rel=0.05), name
 
 
+@pytest.mark.slow
 def test_formats_are_proven_beside_the_average(folder: Path) -> None:
     words = flags(folder / "corpus.txt", folder / "in-fp8", *SETTINGS, *EMA, "--precision=fp8,head=fp8")
     assert main(words) == 0

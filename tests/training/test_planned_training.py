@@ -367,6 +367,7 @@ def test_an_exported_model_has_the_parameters_as_they_were_trained(
 # ---- evaluations
 
 
+@pytest.mark.slow
 def test_evaluations_in_the_working_format_are_those_of_the_weights_alone(
     corpus: Path, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_stages_are_the_runs_that_one_would_start_by_hand(
 
 
 @pytest.mark.parametrize(("stage", "stop"), [(1, 3), (2, 1)])
+@pytest.mark.every(2)
 def test_a_killed_training_goes_on_in_its_stage_with_the_same_command(
     stage: int, stop: int, tmp_path: Path
 ) -> None:
@@ -202,6 +203,7 @@ def test_folders_that_hold_something_else_and_changed_stages_are_refused(
     assert "holds a run without stages already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_name_is_the_next_free_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_another_seed_gives_another_run(finished: Path, corpus: Path, tmp_path: 
     assert losses(run_dir)[1] != losses(finished)[1]
 
 
+@pytest.mark.slow
 def test_another_rounding_seed_moves_nothing_but_stochastic_rounding(corpus: Path, tmp_path: Path) -> None:
     """nvfp4 rounds forward products to nearest and gradients stochastically: the first loss is the same."""
     found = []

@@ -78,6 +78,7 @@ def test_a_digest_changes_with_a_number_of_the_device_and_no_other() -> None:
     assert fewer["device_sha256"] == one["device_sha256"]
 
 
+@pytest.mark.slow
 def test_json_is_all_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--hardware", "4xh100", "--model.preset", "llama-3.2-1b", "--json", "--explain"]
     assert main([*words, "layout.tp=4"]) == 0

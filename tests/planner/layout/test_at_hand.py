@@ -157,6 +157,7 @@ def test_an_emulated_format_is_predicted_slower_than_the_working_format() -> Non
     assert low > 1.5 * best(asked(ranks=2, precision="bf16", **plain)).seconds
 
 
+@pytest.mark.slow
 def test_formats_that_are_planned_count_as_a_share_of_flops() -> None:
     question = asked(precision="snip", budget__fp4_flops=0.5)
     assert question.formats is not None

@@ -34,6 +34,7 @@ def question(shape: ModelShape, hardware: str) -> Question:
 @pytest.mark.parametrize(
     ("shape", "hardware"), [(SMALL, "4xh100"), (LLAMA_8B, "4xl40s"), (FEW_EXPERTS, "4xh100")]
 )
+@pytest.mark.every(3)
 def test_each_family_has_its_fastest_that_fits(shape: ModelShape, hardware: str) -> None:
     asked = question(shape, hardware)
     found = search(asked)

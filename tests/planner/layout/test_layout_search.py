@@ -154,6 +154,7 @@ def test_a_host_without_room_is_said() -> None:
 
 
 @pytest.mark.parametrize("hardware", ["4xh100", "4xb200"])
+@pytest.mark.every(2)
 def test_what_is_not_looked_at_is_slower(hardware: str) -> None:
     """The bounds leave nothing out: all layouts, solved."""
     like = setting(dataclasses.replace(LLAMA_8B, layers=8), hardware, global_batch=16)
@@ -195,6 +196,7 @@ def test_schedules_that_go_there_and_back_are_searched_where_they_are_given(
     assert uneven < 0.95 * found.best[0].seconds
 
 
+@pytest.mark.slow
 def test_every_kind_of_device_has_room_for_its_rank(tmp_path: Path) -> None:
     """Nodes that compute alike and hold half as much decide what a rank over both kinds may take."""
     file = tmp_path / "two.toml"
@@ -207,7 +209,8 @@ def test_every_kind_of_device_has_room_for_its_rank(tmp_path: Path) -> None:
     assert all(one.fullest <= 1 for one in found.best)
 
 
-@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("pp", [4, 2, 8])
+@pytest.mark.every(3)
 def test_the_best_pipeline_is_the_same_however_many_are_wanted(pp: int) -> None:
     """Stages are made better before plans are ranked: a head that is as much as several blocks shows it."""
     like = setting(dataclasses.replace(LLAMA_8B, layers=16), "8xh100", pp=pp, fsdp=8 // pp, global_batch=64)
@@ -221,6 +224,7 @@ def test_the_best_pipeline_is_the_same_however_many_are_wanted(pp: int) -> None:
     assert family.seconds == pytest.approx(best[0], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_more_memory_makes_no_pipeline_slower() -> None:
     like = setting(dataclasses.replace(LLAMA_8B, layers=16), "8xh100", pp=4, fsdp=2, global_batch=64)
     asked = dataclasses.replace(question(like), given={"pp": 4})
@@ -236,6 +240,7 @@ def test_more_memory_makes_no_pipeline_slower() -> None:
     ("shape", "hardware", "formats"),
     [(LLAMA_8B, "8xh100", ()), (LLAMA_8B, "2x8xh100", ("nvfp4", "bf16")), (ROUTED, "2x8xh100", ())],
 )
+@pytest.mark.every(4)
 def test_no_micro_batch_takes_less_than_its_layout_promises(
     shape: ModelShape, hardware: str, formats: tuple[str, ...], software_name: str
 ) -> None:

@@ -159,6 +159,7 @@ def test_on_larger_questions(
         check(one, seed)
 
 
+@pytest.mark.slow
 def test_trials_beat_the_prediction_alone() -> None:
     """Where the model is most wrong, its first choice is a fifth slower than what trials find."""
     one = case(setting(LLAMA_8B, "8xl40s", global_batch=32), links=4.0)

@@ -98,6 +98,7 @@ def test_without_stages_all_wait_for_the_slowest(mixed: Cluster) -> None:
     assert predict(one).step_seconds >= predict(old).step_seconds * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_a_search_over_two_kinds_of_nodes_gives_the_fast_ones_more(mixed: Cluster) -> None:
     like = on(mixed, zero=3)
     asked = Question(

@@ -55,6 +55,7 @@ def traced(architecture: Architecture, rules: str, device: str) -> StepCosts:
     ],
     ids=["qwen2", "formats", "gemma3", "experts"],
 )
+@pytest.mark.every(2)
 def test_a_trace_has_the_bytes_of_torchs_fake_tensors_and_checkpoint(
     monkeypatch: pytest.MonkeyPatch, architecture: Architecture, rules: str, device: str
 ) -> None:

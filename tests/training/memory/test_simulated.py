@@ -153,6 +153,7 @@ def predicted_tensors(setting: Setting) -> float:
     return sum(size for name, size in found.categories.items() if name not in ("pools", "margin"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_of_activations_that_leave_two_blocks_are_on_the_device(ranks: int) -> None:
     stays, leaves = five_blocks(ranks), five_blocks(ranks, blocks=leaving(*[True] * 5))
