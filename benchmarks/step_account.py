@@ -10,7 +10,8 @@ Method    `scrimp.planner.layout.step_account`: bytes, FLOPs and seconds of ever
           and moments are in float32.
           Launches of today's step are counted here: operators of the update and its kernel, kernels of a compiled
           block as Inductor fuses it.
-          Of Scrimp's own step sums of gradients run after products here, and beside them in `scrimp plan`.
+          Of Scrimp's own step sums of gradients that no product adds to run after products here, and beside them in
+          `scrimp plan`.
           A ratio is sure where it keeps its sign with every constant moved by 15 %, one after the other: rates of the
           card, and figures of either program.
 Limits    Counted and predicted: nothing is measured here. One device, dense models, nothing on the host: LLMQ's rows of

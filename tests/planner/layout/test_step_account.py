@@ -64,15 +64,25 @@ def test_passes_add_up_to_the_prediction_and_floors_lie_below(
         assert above_floor(one)[0].seconds > 0.05 * (seconds(taken) - seconds(least))
 
 
-@pytest.mark.parametrize("masters", [True, False])
-def test_sums_of_gradients_are_those_of_all_passes_but_the_first(masters):
-    """A million numbers: in float32 read 4 + 2 and written 4, the first 2 and 4; in bf16 read 2 + 2, written 2."""
-    one = setting(masters=masters)
+@pytest.mark.parametrize(
+    ("masters", "precision", "in_blocks", "launches"),
+    [
+        (False, "bf16", 7 * 6, 8 * (4 * 24 + 1)),
+        (False, "mxfp8", 7 * 6, 8 * (4 * 24 + 1)),
+        (False, "fp8", 8 * 2 - 2, 8),
+        (True, "bf16", 8 * 6 - 4, 8),
+        (True, "mxfp8", 7 * 10 + 6, 8 * (4 * 24 + 1)),
+    ],
+)
+def test_sums_of_gradients_are_those_of_eight_micro_batches(masters, precision, in_blocks, launches):
+    """A kernel reads 4 + 2 bytes and writes 4 in float32, the first time 2 and 4; in bf16 it reads 2 + 2, writes 2. A
+    product that adds reads and writes the sum, the first one writes it, and all leave out a result of 2 bytes."""
+    one = setting(masters=masters, precision=precision)
     found = {each.name: each for each in passes_of(one)}["sums of gradients"]
     numbers = sum(linear.parameters for block in one.model.blocks for linear in block.linears)
-    numbers += one.model.head_parameters
-    assert found.moved == pytest.approx(numbers * (7 * 10 + 6 if masters else 7 * 6), rel=1e-9)
-    assert found.launches == 8 * (4 * 24 + 1)
+    of_head = 7 * 10 + 6 if masters else 7 * 6
+    assert found.moved == pytest.approx(in_blocks * numbers + of_head * one.model.head_parameters, rel=1e-9)
+    assert found.launches == launches
 
 
 def floors(**changes):

@@ -22,6 +22,7 @@ from scrimp.errors import ConfigError
 from scrimp.planner.hardware import Device
 from scrimp.planner.layout.state_formats import StateFormats
 from scrimp.precision import GEMMS
+from scrimp.precision import recipe as recipe_of
 
 _FOLDER = Path(__file__).parent / "softwares"
 
@@ -208,11 +209,13 @@ class Software:
     shards_over_copies: bool
     """Whether copies share optimizer states (a distributed optimizer)."""
 
-    @property
-    def sums_apart(self) -> bool:
-        """Whether a kernel of its own adds a gradient to its sum after the product that made it, as autograd does; else
-        the product reads and writes the sum itself, or is taken to."""
-        return self.name in OWN
+    def adds(self, recipe: str) -> bool:
+        """Whether a block's product adds the gradient that it makes to its sum, or is taken to; else a kernel of its
+        own does so afterwards. Of Scrimp's those of tiles do, and in high precision those whose sums are in float32."""
+        if self.name not in OWN:
+            return True
+        made = recipe_of(recipe).wgrad
+        return self.held_gradient_bytes == 4.0 if made is None else made.a.scaling == "tile"
 
     def made(self, recipe: str, gemm: str, *, units: bool) -> tuple[float, float, float, float] | None:
         """What the operands of a product take, as `quantize` says; None: it does not.

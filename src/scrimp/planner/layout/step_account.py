@@ -24,8 +24,8 @@ Method   The step is cut into passes: products, attention, what moves numbers be
          Seconds are those of predictions (`kernels`): a product or attention takes its FLOPs by what the device
          reaches, all else its bytes by the bandwidth; a pass that the host launches more slowly waits for it. The
          products of a floor are the same products, and it waits for nobody.
-         Of Scrimp's own step the sum of a gradient is a kernel of its own, as autograd has it; predictions let it run
-         beside the product.
+         Of Scrimp's own step the sum of a gradient is a kernel of its own where no product adds to it
+         (`scrimp.gemm.weight_sums`: bf16 to bf16, groups, the head); predictions let it run beside the product.
 Limits   Dense models on one device whose states and activations stay there. Sums of the embedding's gradient are left
          out, as in predictions. Scales of groups, sums of a norm's weight
          and the dropping of padding are left out. Launches are those of the file, where it was counted.
@@ -46,6 +46,7 @@ from scrimp.planner.layout.kernels import Kernels, element_bytes
 from scrimp.planner.layout.predict import kernels_of
 from scrimp.planner.layout.product_times import output_shares, quantize_bytes
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Setting
+from scrimp.planner.layout.software import OWN
 from scrimp.precision import GEMMS, HIGH_PRECISION
 
 _STREAM = 3
@@ -203,7 +204,7 @@ class _Account:
             m, n, k = _sizes(linear.inputs, share * linear.outputs, gemm, self.tokens)
             yield self._multiplied("products", m, n, k, recipe)
             if gemm == "wgrad":
-                yield self._sum(m, n, k, recipe)
+                yield self._sum(m, n, k, recipe, adds=self.software.adds(recipe))
         launches, moved = self._operands(linear, gemm, recipe)
         if moved:
             yield self._bytes("operands in 8 or 4 bits", moved, launches)
@@ -212,17 +213,27 @@ class _Account:
         moved = element_bytes(recipe) * k * (m + n) + 2.0 * m * n
         return StepPass(name, 1.0, moved, 2.0 * m * n * k, self.kernels.product(m, n, k, recipe))
 
-    def _sum(self, m: float, n: float, k: float, recipe: str) -> StepPass:
+    def _sum(self, m: float, n: float, k: float, recipe: str, *, adds: bool) -> StepPass:
         """Adding a gradient of m x n numbers to its sum, beside the product that makes it or after it."""
-        moved = self.software.gradient_sum_bytes * m * n
-        if not self.software.sums_apart:
-            alone = self.kernels.product(m, n, k, recipe)
-            more = self.kernels.product(m, n, k, recipe, extra=moved) - alone
-            return StepPass("sums of gradients", 0.0, moved, 0.0, more)
+        software = self.software
+        if software.name not in OWN:
+            return self._added(m, n, k, recipe, software.gradient_sum_bytes)
+        if adds:
+            return self._added(m, n, k, recipe, self._sum_bytes())
         # The first pass has nothing to add to: beside masters it widens its gradient.
-        first = _WIDENED_BYTES * m * n if self.software.master_bytes else 0.0
-        moved += (first - moved) / self.setting.micro_batches
-        return self._bytes("sums of gradients", moved, 1.0)
+        moved = software.gradient_sum_bytes * m * n
+        first = _WIDENED_BYTES * m * n if software.master_bytes else 0.0
+        return self._bytes("sums of gradients", moved + (first - moved) / self.setting.micro_batches, 1.0)
+
+    def _sum_bytes(self) -> float:
+        """For each number, where the product writes the sum instead of its result of 2 bytes; the first reads none."""
+        return self.software.held_gradient_bytes * (2.0 - 1.0 / self.setting.micro_batches) - 2.0
+
+    def _added(self, m: float, n: float, k: float, recipe: str, each: float) -> StepPass:
+        """The same by the product, which moves so many bytes more for each number."""
+        alone = self.kernels.product(m, n, k, recipe)
+        more = self.kernels.product(m, n, k, recipe, extra=each * m * n) - alone
+        return StepPass("sums of gradients", 0.0, each * m * n, 0.0, more)
 
     def _operands(self, linear: LinearSpec, gemm: str, recipe: str) -> tuple[float, float]:
         """Launches and bytes of what a product in 8 or 4 bits reads."""
@@ -264,7 +275,7 @@ class _Account:
         yield self._bytes("embedding", tokens * D * (3 * self.software.activation_bytes + 8.0))
         for gemm in GEMMS:
             yield self._multiplied("head", *_sizes(D, V, gemm, tokens), "bf16")
-        yield self._sum(V, D, tokens, "bf16")
+        yield self._sum(V, D, tokens, "bf16", adds=False)
         yield self._bytes("norms, gates, rotation", 6.0 * tokens * D * self.software.activation_bytes)
         yield self._bytes("loss", tokens * V * self._logit_bytes())
 
@@ -307,13 +318,9 @@ class _Floor(_Account):
         each += 4.0 * (is_made and recipe in _LARGEST_LATER)
         return 0.0, each * (inputs if gemm == "fprop" else outputs)
 
-    def _sum(self, m: float, n: float, k: float, recipe: str) -> StepPass:
-        """By the product, which writes the sum where it would write its result of 2 bytes; the first reads none."""
-        held = self.software.held_gradient_bytes
-        each = held * (2.0 - 1.0 / self.setting.micro_batches) - 2.0
-        alone = self.kernels.product(m, n, k, recipe)
-        more = self.kernels.product(m, n, k, recipe, extra=each * m * n) - alone
-        return StepPass("sums of gradients", 0.0, each * m * n, 0.0, more)
+    def _sum(self, m: float, n: float, k: float, recipe: str, *, adds: bool) -> StepPass:
+        """By the product."""
+        return self._added(m, n, k, recipe, self._sum_bytes())
 
     def _logit_bytes(self) -> float:
         return _LOGIT_BYTES
