@@ -17,7 +17,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from scrimp.gemm.kernels import adamw, block_scaled, groups, loss, matmul, maxima, rounded_sums, rows, tiles
+from scrimp.gemm.kernels import (
+    adamw,
+    block_scaled,
+    groups,
+    hashes,
+    loss,
+    matmul,
+    maxima,
+    rounded_sums,
+    rows,
+    tiles,
+)
 from scrimp.gemm.kernels.launch import WARPS_NEAREST, WARPS_STOCHASTIC
 
 E4M3 = {"ELEMENT": (448.0, 3, -6)}
@@ -35,7 +46,7 @@ TYPES = {
     **dict.fromkeys(("maxima", "row_maxima", "column_maxima"), "*i32"),
     "c": "*bf16",
 }
-ANY_NUMBER = ("first_row", "first_column", "row_key", "column_key")
+ANY_NUMBER = ("first_row", "first_column", "row_key", "column_key", "key", "second_key")
 """Addresses and keys, which need be multiples of nothing."""
 
 
@@ -189,8 +200,13 @@ def matmul_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, s
 
 
 def other_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
-    """Sums of gradients, and the loss, of either type."""
+    """Hashes of noise; sums of gradients, and the loss, of either type."""
     cases: list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]] = []
+    for in_pieces in (False, True):
+        types = {"out": "*i32", "addresses": "*i64", **dict.fromkeys(ANY_NUMBER, "i64")}
+        choice = {"IN_PIECES": in_pieces, "BLOCK": hashes.BLOCK}
+        label = "in pieces" if in_pieces else "in one piece"
+        cases.append((hashes.address_hashes_kernel, label, hashes.WARPS, 3, choice, types))
     for kind in ("bf16", "fp32"):
         size = {"ROWS": rounded_sums.ROWS, "COLUMNS": rounded_sums.COLUMNS}
         types = {"total": "*bf16", "gradient": f"*{kind}", **dict.fromkeys(ANY_NUMBER, "i64")}

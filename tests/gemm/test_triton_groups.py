@@ -185,7 +185,7 @@ def test_codes_along_both_axes_with_ragged_edges(
     names: tuple[str, str], rounding: str, dtype: torch.dtype
 ) -> None:
     operand = Operand(*names, rounding)  # type: ignore[arg-type]
-    noises = Noise(5, 40, 900), Noise(6, 40, columns=(range(7, 20), range(900, 2000)))
+    noises = [Noise(key, 40, columns=(range(7, 20), range(900, 2000))) for key in (5, 6)]
     for x in (matrix(70, 141, dtype), spoilt(101, 141, dtype)):
         found = quantize_groups(x.to(DEVICE), *(GroupsOf(operand, noise=noise) for noise in noises))
         for one, axis, noise in zip(found, (-1, -2), noises, strict=True):

@@ -117,3 +117,5 @@ def test_wrong_tensors_and_choices_are_refused_by_name() -> None:
         quantize_tiles(x, "e4m3", by_row=True, by_column=False, noise_column=Noise())
     with pytest.raises(PlanError, match="same noise"):
         quantize_tiles(x, "e4m3", by_row=True, by_column=True, noise=Noise(), noise_column=Noise())
+    with pytest.raises(PlanError, match="of one matrix"):
+        quantize_tiles(x, "e4m3", by_row=True, by_column=True, noise=Noise(), noise_column=Noise(1, 2))

@@ -58,12 +58,16 @@ class Noise:
 
     def column_hashes(self, num_columns: int, device: torch.device | str) -> Tensor:
         """int32 hash of each column's address, shape (columns,)."""
+        return _hashes(~self.key & _MASK64, self.column_addresses(num_columns, device))
+
+    def column_addresses(self, num_columns: int, device: torch.device | str) -> Tensor:
+        """int64 address of each column, shape (columns,)."""
         own, left = [], num_columns
         for part in self.columns[:-1]:
             own.append(_addresses(part.start, len(part), device))
             left -= len(part)
         own.append(_addresses(self.columns[-1].start if self.columns else self.first_column, left, device))
-        return _hashes(~self.key & _MASK64, own[0] if len(own) == 1 else torch.cat(own))
+        return own[0] if len(own) == 1 else torch.cat(own)
 
     def uniform(self, num_rows: int, num_columns: int, device: torch.device | str) -> Tensor:
         """Numbers in [0, 1), float32, shape (rows, columns)."""

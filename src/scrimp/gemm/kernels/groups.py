@@ -55,6 +55,7 @@ from scrimp.gemm.kernels.arithmetic import (
     to_bfloat16,
     uniform,
 )
+from scrimp.gemm.kernels.hashes import address_hashes
 from scrimp.gemm.kernels.launch import (
     TILE,
     GroupsOf,
@@ -63,7 +64,6 @@ from scrimp.gemm.kernels.launch import (
     check_devices,
     check_matrix,
     element_constants,
-    hashes,
     run,
 )
 from scrimp.gemm.kernels.maxima import largest_magnitudes, load_rotated, rotation_for
@@ -373,8 +373,7 @@ def _launch(
         rotation_for(x, any(one is not None and one.operand.hadamard for one in (by_row, by_column))),
         *_arguments(x, by_row, row, amax_row),
         *_arguments(x, by_column, column, amax_column),
-        *hashes(_stream(by_row), num_rows, padded[1], x),
-        *hashes(_stream(by_column), padded[0], num_columns, x),
+        *address_hashes(_stream(by_row), _stream(by_column), *padded, x),
         num_rows,
         num_columns,
         ROW=by_row and by_row.how,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -185,7 +185,12 @@ def check_choice(by_row: bool, by_column: bool, noise: Noise | None, noise_colum
     for name, stream, wanted in (("noise", noise, by_row), ("noise_column", noise_column, by_column)):
         if stream is not None and not wanted:
             raise PlanError(f"{name} is for codes that are not asked for", do=f"leave {name} out")
-    if noise is not None and noise == noise_column:
+    if noise is None or noise_column is None:
+        return
+    if replace(noise, key=noise_column.key) != noise_column:
+        got = f"{noise} and {noise_column}"
+        raise PlanError("both results are of one matrix", got=got, expected="streams of the same addresses")
+    if noise == noise_column:
         raise PlanError(
             "both results would round with the same noise",
             got=f"key {noise.key} twice",
@@ -209,13 +214,6 @@ def check_devices(**tensors: Tensor | None) -> None:
             expected="cuda",
             do="set TRITON_INTERPRET=1 before triton is imported to interpret them slowly",
         )
-
-
-def hashes(noise: Noise | None, rows: int, columns: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Hashes of row and column addresses; without noise any tensor, for the kernel will not read it."""
-    if noise is None:
-        return like, like
-    return noise.row_hashes(rows, like.device), noise.column_hashes(columns, like.device)
 
 
 def may_run(name: str, trial: Callable[[], bool]) -> bool:

@@ -53,6 +53,7 @@ from scrimp.gemm.kernels.arithmetic import (
     uniform,
     widen,
 )
+from scrimp.gemm.kernels.hashes import address_hashes
 from scrimp.gemm.kernels.launch import (
     CODE_TYPES,
     TILE,
@@ -64,7 +65,6 @@ from scrimp.gemm.kernels.launch import (
     check_matrix,
     checked_element,
     element_constants,
-    hashes,
     run,
 )
 from scrimp.gemm.kernels.maxima import tensor_amax
@@ -333,7 +333,7 @@ def _quantize_along_rows(x: Tensor, element: str, row: ScaledRows, noise: Noise 
         x,
         row.codes,
         row.scales,
-        *hashes(noise, num_rows, num_columns, x),
+        *address_hashes(noise, None, num_rows, num_columns, x)[:2],
         num_columns,
         WHOLE=num_columns <= chunk,
         STOCHASTIC=noise is not None,
@@ -364,8 +364,7 @@ def _write_codes(
         x,
         *((maxima[0], row.codes, row.scales) if row else (x, x, x)),
         *((maxima[1], column.codes, column.scales) if column else (x, x, x)),
-        *hashes(noise[0], num_rows, num_columns, x),
-        *hashes(noise[1], num_rows, num_columns, x),
+        *address_hashes(*noise, num_rows, num_columns, x),
         num_rows,
         num_columns,
         BY_ROW=row is not None,

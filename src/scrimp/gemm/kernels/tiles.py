@@ -32,6 +32,7 @@ from scrimp.gemm.kernels.arithmetic import (
     quantized,
     store_block,
 )
+from scrimp.gemm.kernels.hashes import address_hashes
 from scrimp.gemm.kernels.launch import (
     TILE,
     WARPS_NEAREST,
@@ -44,7 +45,6 @@ from scrimp.gemm.kernels.launch import (
     checked_element,
     element_constants,
     empty_tiles,
-    hashes,
     run,
 )
 
@@ -163,8 +163,7 @@ def quantize_tiles(
             x,
             *(row or (x, x)),
             *(column or (x, x)),
-            *hashes(noise, num_rows, num_columns, x),
-            *hashes(noise_column, num_rows, num_columns, x),
+            *address_hashes(noise, noise_column, num_rows, num_columns, x),
             num_rows,
             num_columns,
             BY_ROW=by_row,
