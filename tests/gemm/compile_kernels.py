@@ -22,9 +22,11 @@ from scrimp.gemm.kernels import (
     block_scaled,
     groups,
     hashes,
+    kept,
     loss,
     matmul,
     maxima,
+    outer_scales,
     rounded_sums,
     rows,
     tiles,
@@ -58,6 +60,7 @@ def tile_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str
         ("e4m3", E4M3, False, {}),
         ("e4m3 fp32", E4M3, False, {"x": "*fp32"}),
         ("e2m1 stochastic", E2M1, True, {}),
+        ("e2m1, columns kept", E2M1, False, {"column_codes": "*u8"}),
         ("e5m2", E5M2, False, {"row_codes": "*fp8e5", "column_codes": "*fp8e5"}),
         ("int8 stochastic", INT8, True, {"row_codes": "*i8", "column_codes": "*i8"}),
     ):
@@ -67,7 +70,7 @@ def tile_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str
             "BY_ROW": True,
             "BY_COLUMN": True,
         }
-        warps = WARPS_STOCHASTIC if stochastic else WARPS_NEAREST
+        warps = WARPS_STOCHASTIC if stochastic or "*u8" in types.values() else WARPS_NEAREST
         cases.append((kernel, label, warps, 3, {**choice, "BLOCK": 128, **element}, types))
     integers = {"codes": "*i8", "transposed_codes": "*i8"}
     for label, element, types in (("e4m3", E4M3, {}), ("int8", INT8, integers)):
@@ -217,6 +220,29 @@ def other_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, st
     return cases
 
 
+def kept_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
+    """Codes that were kept, read; products times scales of whole tensors."""
+    cases: list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]] = []
+    of_bytes = {"codes": "*u8", "scales": "*u8"}
+    size = {"BLOCK": kept.BLOCK}
+    cases.append((kept.widen_codes_kernel, "kept e2m1", kept.WARPS, 3, size, {**of_bytes, "out": "*u8"}))
+    for label, nvfp4, group, bits, element in (
+        ("kept nvfp4", True, (1, 16), 4, E2M1),
+        ("kept nvfp4_2d", True, (16, 16), 4, E2M1),
+        ("kept mxfp4", False, (1, 32), 4, E2M1),
+        ("kept mxfp8", False, (1, 32), 8, E4M3),
+    ):
+        choice = {"NVFP4": nvfp4, "GROUP_ROWS": group[0], "GROUP_COLUMNS": group[1], "BITS": bits, **element}
+        types = {**of_bytes, "out": "*bf16"}
+        cases.append((kept.group_values_kernel, label, kept.WARPS, 3, {**choice, **size}, types))
+    for kind in ("bf16", "fp32"):
+        choice = {"FIRST": True, "SECOND": True, "BLOCK": outer_scales.BLOCK}
+        types = {**dict.fromkeys(("product", "first", "second"), "*fp32"), "out": f"*{kind}"}
+        kernel = outer_scales.apply_scales_kernel
+        cases.append((kernel, f"kept scales {kind}", outer_scales.WARPS, 3, choice, types))
+    return cases
+
+
 def update_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
     """AdamW of bf16 weights and of masters, with averages in every format."""
     cases: list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]] = []
@@ -296,6 +322,7 @@ def main(capability: int, only: str = "") -> None:
         *row_cases(),
         *group_cases(),
         *other_cases(),
+        *kept_cases(),
         *update_cases(),
         *matmul_cases(),
     ):

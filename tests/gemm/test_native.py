@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from scrimp.errors import DeviceError, PlanError
 from scrimp.formats import Noise, quantize
 from scrimp.formats.codes import decode
 from scrimp.gemm.backends import ReferenceBackend, TorchBackend, native
-from scrimp.gemm.backends.operands import GROUPS, pack_e2m1, unpack_e2m1
+from scrimp.gemm.backends.operands import GROUPS
 from scrimp.gemm.problem import AXES, Shape, Use, operands_of
 from scrimp.precision import GEMMS, RECIPES, GemmRecipe, Operand, Recipe, lookup_element
 
@@ -338,13 +337,3 @@ def test_the_swizzle_is_torchaos(size: tuple[int, int]) -> None:
     expected = utils.to_blocked(scales, use_triton_kernel=False).flatten()
     assert torch.equal(native.swizzle(scales), expected)
     assert torch.equal(unswizzled(native.swizzle(scales), *size), scales)
-
-
-def test_every_e2m1_code_becomes_its_e4m3_code_and_back() -> None:
-    every_byte = torch.arange(256, dtype=torch.uint8).reshape(4, 64)
-    wide = unpack_e2m1(every_byte, 128)
-    assert torch.equal(wide.float(), decode(every_byte, lookup_element("e2m1"), 128))
-    assert torch.equal(pack_e2m1(wide), every_byte)
-    assert torch.equal(pack_e2m1(wide[:, :127])[:, 63] >> 4, torch.zeros(4, dtype=torch.uint8))
-    nan = torch.full((1, 2), math.nan).to(torch.float8_e4m3fn)
-    assert int(pack_e2m1(nan)) == 0

@@ -11,7 +11,9 @@ from triton_cases import DEVICE, assert_same_codes, matrix, spoilt
 
 from scrimp.errors import PlanError
 from scrimp.formats import Noise, quantize
+from scrimp.formats.codes import decode
 from scrimp.gemm.kernels import quantize_blocks, quantize_tiles
+from scrimp.precision import lookup_element
 
 TYPES = (torch.bfloat16, torch.float32)
 ELEMENTS = ("e2m1", "e4m3", "e5m2", "int8")
@@ -47,6 +49,32 @@ def test_stochastic_tiles_draw_the_noise_of_the_elements_address_whichever_axis_
     assert_same_codes(
         column.codes, column.scales, quantize(x, element, "tile", -2, "stochastic", noise=other)
     )
+
+
+@pytest.mark.parametrize("noise", [None, Noise(11)], ids=["nearest", "noise"])
+@pytest.mark.parametrize("shape", [(256, 256), (201, 141)])
+def test_codes_of_four_bits_are_packed_as_they_are_kept(shape: tuple[int, int], noise: Noise | None) -> None:
+    x, rounding = spoilt(*shape, torch.bfloat16), "stochastic" if noise else "nearest"
+    streams = noise, None if noise is None else noise.derive(1)
+    row, column = quantize_tiles(
+        x.to(DEVICE),
+        "e2m1",
+        by_row=True,
+        by_column=True,
+        noise=streams[0],
+        noise_column=streams[1],
+        packed=(True, True),
+    )
+    for found, axis, stream in zip((row, column), (-1, -2), streams, strict=True):
+        assert found is not None
+        expected = quantize(x, "e2m1", "tile", axis, rounding, noise=stream)
+        assert found.codes.shape == expected.payload.shape
+        values = decode(found.codes.cpu(), lookup_element("e2m1"), shape[axis])
+        is_number = ~expected.scales.isnan().repeat_interleave(128, 1)[:, : shape[axis]]
+        assert torch.equal(
+            values[is_number], decode(expected.payload, lookup_element("e2m1"), shape[axis])[is_number]
+        )
+        assert torch.equal(found.scales.cpu().nan_to_num(7.0), expected.scales.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -117,5 +145,7 @@ def test_wrong_tensors_and_choices_are_refused_by_name() -> None:
         quantize_tiles(x, "e4m3", by_row=True, by_column=False, noise_column=Noise())
     with pytest.raises(PlanError, match="same noise"):
         quantize_tiles(x, "e4m3", by_row=True, by_column=True, noise=Noise(), noise_column=Noise())
+    with pytest.raises(PlanError, match="not packed"):
+        quantize_tiles(x, "e4m3", by_row=True, by_column=False, packed=(True, False))
     with pytest.raises(PlanError, match="of one matrix"):
         quantize_tiles(x, "e4m3", by_row=True, by_column=True, noise=Noise(), noise_column=Noise(1, 2))

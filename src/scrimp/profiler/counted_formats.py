@@ -118,7 +118,7 @@ def _as_on_a_gpu(counter: KernelCounter) -> Iterator[None]:
     from scrimp.gemm import kernels
     from scrimp.gemm.backends import native
     from scrimp.gemm.backends import triton as fused
-    from scrimp.gemm.kernels import block_scaled, groups, maxima, rows, tiles
+    from scrimp.gemm.kernels import block_scaled, groups, hashes, kept, maxima, outer_scales, rows, tiles
 
     def launched(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
         tensors = {one.data_ptr(): one.nbytes for one in arguments if isinstance(one, Tensor)}
@@ -145,7 +145,7 @@ def _as_on_a_gpu(counter: KernelCounter) -> Iterator[None]:
     triton.knobs.runtime.interpret = True
     try:
         with contextlib.ExitStack() as stack:
-            for module in (block_scaled, groups, maxima, rows, tiles):
+            for module in (block_scaled, groups, hashes, kept, maxima, outer_scales, rows, tiles):
                 stack.enter_context(patch.object(module, "run", launched))
             for owner, name, stand_in in (
                 (torch, "_scaled_mm", product),

@@ -118,7 +118,7 @@ class TorchBackend(Backend):
         """The same for fprop's operand and the codes that wgrad will read."""
         if not _is_kernel_pair(x, use, saved):
             return self.prepare(x, use), self.store(x, saved)
-        a, codes = kernel_pair(x, use, saved, ("swizzled", "codes"))
+        a, codes = kernel_pair(x, use, saved, ("swizzled", "kept"))
         assert saved.operand is not None
         return _of_kernel(a, use, x), to_stored(codes, saved.operand, saved.axis, x.shape)
 
@@ -126,7 +126,7 @@ class TorchBackend(Backend):
         """The reference's codes, by Triton's quantizers where they run."""
         assert use.operand is not None
         if _has_kernel(x, use):
-            return to_stored(kernel_codes(x, use), use.operand, use.axis, x.shape)
+            return to_stored(kernel_codes(x, use, "kept"), use.operand, use.axis, x.shape)
         return super().store(x, use)
 
     def load(self, codes: QuantizedTensor) -> _Codes:

@@ -1,12 +1,8 @@
-"""What the fast back ends share: checks of a tensor, codes from Triton's quantizers, and E2M1 as E4M3.
+"""What the fast back ends share: checks of a tensor, and codes from Triton's quantizers.
 
-E2M1 in E4M3   Every E2M1 value is an E4M3 value, so FP4 codes can be multiplied by FP8 tensor cores. With c the
-               three magnitude bits of an E2M1 code, the seven of its E4M3 code are
-
-                   0 for c = 0,   0x30 for c = 1,   0x30 + 4 c from c = 2 on
-
-               and the sign moves between bits 3 and 7. Stored codes are packed, two to a byte.
-Checked        tests/gemm/test_native.py: against `scrimp.formats.codes`.
+E2M1 in E4M3   Every E2M1 value is an E4M3 value, so FP4 codes can be multiplied by FP8 tensor cores. Stored codes are
+               packed, two to a byte (`kernels.widen_codes`).
+Checked        tests/gemm/test_native.py
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ import importlib.util
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from scrimp.errors import DeviceError, PlanError
@@ -31,8 +26,6 @@ GROUPS = ("mx", "nvfp4", "nvfp4_2d")
 PAIRED = {"tile": "quantize_tiles", "row": "quantize_rows", "tensor": "quantize_tensor"}
 PAIRED.update(dict.fromkeys(GROUPS, "quantize_groups"))
 """Scalings whose launchers quantize along both axes at once."""
-_HALF = 0x30
-"""The E4M3 code of 0.5."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +33,8 @@ class KernelCodes:
     """A matrix as a GEMM reads it: the summed axis last."""
 
     codes: Tensor
-    """float8 or int8 [rows, K]; E2M1 as E4M3. Of groups as in `kernels.QuantizedGroups`: E2M1 packed, or bfloat16
-    values."""
+    """float8 or int8 [rows, K]; E2M1 as E4M3, or packed to be kept. Of groups as in `kernels.QuantizedGroups`: E2M1
+    packed, or bfloat16 values."""
     scales: Tensor
     """float32 [rows, ceil(K / 128)] of tiles, [ceil(rows / 128), ceil(K / 128)] of blocks, [rows, 1] of rows, [1] of a
     tensor; any strides. One byte for each group."""
@@ -84,7 +77,7 @@ def kernel_codes(x: Tensor, use: Use, form: Form = "codes") -> KernelCodes:
     """Quantize a matrix by Triton's kernels, in one of the scalings that have them.
 
     Args:
-        form: of groups.
+        form: of groups, and of tiles whether they are kept.
     """
     assert use.operand is not None
     if use.operand.scaling == "block":
@@ -112,7 +105,7 @@ def is_kernel_pair(first: Use, second: Use) -> bool:
 def kernel_pair(
     x: Tensor, first: Use, second: Use, forms: tuple[Form, Form] = ("codes", "codes")
 ) -> tuple[KernelCodes, KernelCodes]:
-    """Both operands of a pair that `is_kernel_pair` allows, from the same passes over memory; forms are of groups."""
+    """Both operands of a pair that `is_kernel_pair` allows, from the same passes; forms as of `kernel_codes`."""
     row, column = _quantized(x, first, second, forms)
     assert row is not None
     assert column is not None
@@ -130,6 +123,7 @@ def _quantized(
         return _in_groups(readable(x), (by_row, by_column), forms)
     # Looked up by name: triton is imported when a launcher is first asked for.
     quantize = getattr(kernels, PAIRED[use.operand.scaling])
+    is_packed = use.operand.element == "e2m1" and "kept" in forms
     found = quantize(
         readable(x),
         use.operand.element,
@@ -137,6 +131,7 @@ def _quantized(
         by_column=by_column is not None,
         noise=None if by_row is None else _noise(by_row),
         noise_column=None if by_column is None else _noise(by_column),
+        **({"packed": tuple(form == "kept" for form in forms)} if is_packed else {}),
     )
     row, column = (None if one is None else KernelCodes(one.codes, one.scales) for one in found)
     return row, column
@@ -162,38 +157,17 @@ def _of_groups(found: QuantizedGroups | None) -> KernelCodes | None:
 
 
 def to_stored(found: KernelCodes, operand: Operand, axis: int, shape: torch.Size) -> QuantizedTensor:
-    """The tensor that `scrimp.formats.quantize` gives; where a scale is NaN codes mean nothing, and may differ."""
-    is_wide = operand.element == "e2m1" and operand.scaling not in GROUPS
-    payload = pack_e2m1(found.codes) if is_wide else found.codes
-    return QuantizedTensor(payload, found.scales.contiguous(), found.tensor_scale, operand, axis, shape)
+    """The tensor that `scrimp.formats.quantize` gives, of kept codes; where a scale is NaN codes mean nothing, and may
+    differ."""
+    return QuantizedTensor(found.codes, found.scales.contiguous(), found.tensor_scale, operand, axis, shape)
 
 
 def from_stored(codes: QuantizedTensor) -> KernelCodes:
     """The operand that stored tile or block codes stand for."""
-    length = codes.shape[codes.axis]
-    payload = unpack_e2m1(codes.payload, length) if codes.operand.element == "e2m1" else codes.payload
+    payload = codes.payload
+    if codes.operand.element == "e2m1":
+        payload = kernels.widen_codes(payload, codes.shape[codes.axis])
     return KernelCodes(payload, codes.scales)
-
-
-def pack_e2m1(codes: Tensor) -> Tensor:
-    """E4M3 codes of E2M1 values as E2M1 codes, two a byte along the last axis."""
-    bits = codes.view(torch.uint8)
-    magnitude = bits & 0x7F
-    # 0.5 is the only subnormal: its code would come out as 0.
-    code = torch.where(magnitude > _HALF, (magnitude - _HALF) >> 2, (magnitude != 0).to(torch.uint8))
-    # A NaN has no code; its group's scale carries it.
-    code = torch.where(magnitude == 0x7F, 0, code | ((bits >> 4) & 8))
-    if code.shape[-1] % 2:
-        code = F.pad(code, (0, 1))
-    return code[..., 0::2] | (code[..., 1::2] << 4)
-
-
-def unpack_e2m1(payload: Tensor, length: int) -> Tensor:
-    """Packed E2M1 codes as E4M3 codes; `length` elements on the last axis."""
-    code = torch.stack([payload & 15, payload >> 4], dim=-1).flatten(-2)[..., :length]
-    magnitude = code & 7
-    bits = torch.where(magnitude > 1, _HALF + (magnitude << 2), magnitude * _HALF)
-    return (bits | ((code & 8) << 4)).contiguous().view(torch.float8_e4m3fn)
 
 
 def _noise(use: Use) -> Noise | None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from scrimp.formats import Noise, QuantizedTensor
 from scrimp.formats.codes import BYTES
+from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.gemm import kernels
 from scrimp.gemm.backends.base import Backend
 from scrimp.gemm.backends.operands import (
@@ -107,7 +108,7 @@ class TritonBackend(Backend):
     def store(self, x: Tensor, use: Use) -> QuantizedTensor:
         """The reference's codes, by the fused quantizers."""
         assert use.operand is not None
-        return to_stored(kernel_codes(x, use), use.operand, use.axis, x.shape)
+        return to_stored(kernel_codes(x, use, "kept"), use.operand, use.axis, x.shape)
 
     def prepare_and_store(
         self, x: Tensor, use: Use, saved: Use
@@ -116,7 +117,7 @@ class TritonBackend(Backend):
         if not is_kernel_pair(use, saved):
             return self.prepare(x, use), self.store(x, saved)
         is_tiled = _is_tiled(use.operand)
-        found, codes = kernel_pair(x, use, saved, ("codes" if is_tiled else "values", "codes"))
+        found, codes = kernel_pair(x, use, saved, ("codes" if is_tiled else "values", "kept"))
         assert saved.operand is not None
         stored = to_stored(codes, saved.operand, saved.axis, x.shape)
         return found if is_tiled else _values(found), stored
@@ -125,8 +126,10 @@ class TritonBackend(Backend):
         """Codes, E2M1 as E4M3, or their bf16 values."""
         if codes.operand.scaling in TILES:
             return from_stored(codes)
-        found = codes.dequantize_matrix()
-        return _Values(found.values.to(torch.bfloat16), found.outer)
+        length = codes.shape[codes.axis]
+        length += -length % HADAMARD_SIZE if codes.operand.hadamard else 0
+        values = kernels.group_values(codes.payload, codes.scales, codes.operand, length)
+        return _Values(values if codes.axis % 2 else values.T, codes.tensor_scale)
 
     def weight_product(self, a: Any, b: Any, compute: torch.dtype, weight: torch.dtype) -> Product:
         """Of tiles one that may add itself."""
@@ -150,11 +153,7 @@ class TritonBackend(Backend):
         right = b.values.T if b_axis == COLUMNS else b.values
         if a.outer is None and b.outer is None and out == torch.bfloat16 and sums_in_float32(left):
             return left @ right
-        product = _wide(left, right)
-        for outer in (a.outer, b.outer):
-            if outer is not None:
-                product = product * outer.reshape(1, 1)
-        return product.to(out)
+        return kernels.apply_scales(_wide(left, right), a.outer, b.outer, out)
 
 
 @dataclass(frozen=True)

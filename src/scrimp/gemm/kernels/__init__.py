@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from scrimp.gemm.kernels.adamw import update_adamw
     from scrimp.gemm.kernels.block_scaled import quantize_blocks
     from scrimp.gemm.kernels.groups import group_maxima, quantize_groups
+    from scrimp.gemm.kernels.kept import group_values, widen_codes
     from scrimp.gemm.kernels.loss import cross_entropy
     from scrimp.gemm.kernels.matmul import add_scaled_matmul, scaled_matmul, tune, tuning_bytes
     from scrimp.gemm.kernels.maxima import tensor_amax
+    from scrimp.gemm.kernels.outer_scales import apply_scales
     from scrimp.gemm.kernels.rounded_sums import add_rounded
     from scrimp.gemm.kernels.rows import quantize_rows, quantize_tensor
     from scrimp.gemm.kernels.tiles import quantize_tiles
@@ -45,8 +47,10 @@ __all__ = [
     "WeightBlocks",
     "add_rounded",
     "add_scaled_matmul",
+    "apply_scales",
     "cross_entropy",
     "group_maxima",
+    "group_values",
     "quantize_blocks",
     "quantize_groups",
     "quantize_rows",
@@ -57,13 +61,16 @@ __all__ = [
     "tune",
     "tuning_bytes",
     "update_adamw",
+    "widen_codes",
 ]
 
 _HOMES = {
     "add_rounded": "rounded_sums",
     "add_scaled_matmul": "matmul",
+    "apply_scales": "outer_scales",
     "cross_entropy": "loss",
     "group_maxima": "groups",
+    "group_values": "kept",
     "quantize_blocks": "block_scaled",
     "quantize_groups": "groups",
     "quantize_rows": "rows",
@@ -74,6 +81,7 @@ _HOMES = {
     "tune": "matmul",
     "tuning_bytes": "matmul",
     "update_adamw": "adamw",
+    "widen_codes": "kept",
 }
 
 

@@ -189,6 +189,28 @@ def codes_of(q, BITS: tl.constexpr, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def value_of(codes, BITS: tl.constexpr, ELEMENT: tl.constexpr):
+    """float32 values of uint8 codes: what `codes_of` undoes. Codes of NaN give numbers."""
+    wide = codes.to(tl.int32)
+    magnitude = (wide & ((1 << (BITS - 1)) - 1)) << (23 - ELEMENT[1])
+    value = magnitude.to(tl.float32, bitcast=True) * 2.0 ** (126 + ELEMENT[2])
+    sign = (wide >> (BITS - 1)) << 31
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_codes(to, codes, outer, inner_block, num_outer, num_inner, BITS: tl.constexpr):
+    """Store uint8 codes [outer, inner], two to a byte where they have 4 bits."""
+    PER_BYTE: tl.constexpr = 8 // BITS
+    COLUMNS: tl.constexpr = codes.shape[1] // PER_BYTE
+    if PER_BYTE == 2:
+        low, high = tl.split(tl.reshape(codes, (codes.shape[0], COLUMNS, 2)))
+        codes = low | (high << 4)
+    num_bytes = tl.cdiv(num_inner, PER_BYTE)
+    store_block(to, codes, outer, inner_block * COLUMNS + tl.arange(0, COLUMNS), num_outer, num_bytes)
+
+
+@triton.jit
 def address_hash(address, key):
     """`scrimp.formats.noise`: int32 hashes of int64 addresses, of rows by a key, of columns by its complement."""
     x = (address * -7046029254386353131) ^ key

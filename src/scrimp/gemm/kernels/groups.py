@@ -52,6 +52,7 @@ from scrimp.gemm.kernels.arithmetic import (
     magnitude_bits,
     rounded,
     store_block,
+    store_codes,
     to_bfloat16,
     uniform,
 )
@@ -74,21 +75,6 @@ SCALINGS = ("mx", "nvfp4", "nvfp4_2d")
 BLOCK, WARPS = 64, 8
 """16 numbers a thread: of 32 and more, scales along the rows and noise leave one program to a multiprocessor, or spill.
 By registers alone: times are not measured yet."""
-
-
-@triton.jit
-def store_codes(
-    codes, q, outer, inner_block, num_outer, num_inner, BITS: tl.constexpr, ELEMENT: tl.constexpr
-):
-    """Codes [outer, inner] of rounded values, two to a byte where they have 4 bits."""
-    PER_BYTE: tl.constexpr = 8 // BITS
-    COLUMNS: tl.constexpr = q.shape[1] // PER_BYTE
-    found = codes_of(q, BITS, ELEMENT)
-    if PER_BYTE == 2:
-        low, high = tl.split(tl.reshape(found, (q.shape[0], COLUMNS, 2)))
-        found = low | (high << 4)
-    num_bytes = tl.cdiv(num_inner, PER_BYTE)
-    store_block(codes, found, outer, inner_block * COLUMNS + tl.arange(0, COLUMNS), num_outer, num_bytes)
 
 
 @triton.jit
@@ -222,8 +208,8 @@ def store_groups(
     if out.dtype.element_ty == tl.bfloat16:
         store_values(out, tl.reshape(q * decode, (BLOCK, BLOCK)), outer, inner, num_outer, num_inner, AXIS)
     else:
-        q = tl.reshape(q, (BLOCK, BLOCK))
-        store_codes(out, q, outer, inner_block, num_outer, num_inner, BITS, ELEMENT)
+        q = codes_of(tl.reshape(q, (BLOCK, BLOCK)), BITS, ELEMENT)
+        store_codes(out, q, outer, inner_block, num_outer, num_inner, BITS)
         found = codes_of(decode, 8, E4M3) if NVFP4 else (magnitude_bits(decode) >> 23).to(tl.uint8)
         store_scales(
             scales,

@@ -67,7 +67,7 @@ def address_hashes(
         address_hashes_kernel,
         (triton.cdiv(num_rows + num_columns, BLOCK), len(streams)),
         found,
-        place.column_addresses(num_columns, like.device) if place.columns else like,
+        place.column_addresses(num_columns, like.device) if place.columns else found,
         place.first_row,
         place.first_column,
         signed(place.key),

@@ -30,10 +30,12 @@ CODE_TYPES = {"e2m1": torch.float8_e4m3fn, **BYTES}
 """E2M1 values are stored as the E4M3 codes of the same values: FP4 arithmetic on FP8 tensor cores."""
 WARPS_NEAREST, WARPS_STOCHASTIC = 8, 16
 """Warps of a program with a block of 128 x 128. Nearest: two programs fit a multiprocessor at 128 registers; with noise
-128 do not suffice, and one program should have more warps. By registers alone: times are not measured yet."""
+128 do not suffice, nor where codes are packed, and one program should have more warps. By registers alone: times are
+not measured yet."""
 INPUT_TYPES = (torch.bfloat16, torch.float32)
-Form = Literal["codes", "swizzled", "values"]
-"""Of groups: codes with scales in their order or in cuBLASLt's, or values in bfloat16."""
+Form = Literal["codes", "swizzled", "values", "kept"]
+"""Of groups: codes with scales in their order or in cuBLASLt's, or values in bfloat16. Kept: as QuantizedTensor has
+them; of groups these are the codes, of tiles E2M1 lies two to a byte."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class RowTiles:
     """A matrix [R, C] in tiles of 128 along its columns."""
 
     codes: Tensor
-    """float8 or int8 [R, C]."""
+    """float8 or int8 [R, C]; packed uint8 [R, ceil(C / 2)]."""
     scales: Tensor
     """float32 [R, ceil(C / 128)], stride (1, R)."""
 
@@ -51,7 +53,7 @@ class ColumnTiles:
     """A matrix [R, C] in tiles of 128 along its rows, stored transposed."""
 
     codes: Tensor
-    """float8 or int8 [C, R]."""
+    """float8 or int8 [C, R]; packed uint8 [C, ceil(R / 2)]."""
     scales: Tensor
     """float32 [C, ceil(R / 128)], stride (1, C)."""
 
@@ -138,9 +140,12 @@ class GroupsOf:
         )
 
 
-def empty_tiles(rows: int, columns: int, element: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Codes [rows, columns] and scales [rows, groups], not yet filled."""
-    codes = torch.empty(rows, columns, dtype=CODE_TYPES[element], device=device)
+def empty_tiles(
+    rows: int, columns: int, element: str, device: torch.device, packed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Codes [rows, columns], or two to a byte, and scales [rows, groups], not yet filled."""
+    width, dtype = (-(-columns // 2), torch.uint8) if packed else (columns, CODE_TYPES[element])
+    codes = torch.empty(rows, width, dtype=dtype, device=device)
     return codes, torch.empty(math.ceil(columns / TILE), rows, device=device).t()
 
 

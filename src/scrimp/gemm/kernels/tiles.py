@@ -23,14 +23,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from scrimp.errors import PlanError
 from scrimp.formats.noise import Noise
 from scrimp.gemm.kernels.arithmetic import (
     block_of_program,
+    codes_of,
     fp32_scale,
     load_block,
     magnitude_bits,
     quantized,
     store_block,
+    store_codes,
 )
 from scrimp.gemm.kernels.hashes import address_hashes
 from scrimp.gemm.kernels.launch import (
@@ -73,10 +76,14 @@ def store_tiles(
     tl.store(scales + group * num_outer + outer, scale, mask=outer < num_outer)
     divisor = tl.expand_dims(scale, AXIS)
     q = quantized(block, divisor, outer, inner, num_outer, num_inner, hashes, AXIS, STOCHASTIC, ELEMENT)
-    q = q.to(codes.dtype.element_ty)
+    is_packed: tl.constexpr = codes.dtype.element_ty == tl.uint8
+    q = codes_of(q, 4, ELEMENT) if is_packed else q.to(codes.dtype.element_ty)
     if AXIS == 0:
         q = tl.trans(q)  # one byte an element crosses the threads, not four
-    store_block(codes, q, outer, inner, num_outer, num_inner)
+    if is_packed:
+        store_codes(codes, q, outer, group, num_outer, num_inner, 4)
+    else:
+        store_block(codes, q, outer, inner, num_outer, num_inner)
 
 
 @triton.jit
@@ -134,6 +141,7 @@ def quantize_tiles(
     by_column: bool,
     noise: Noise | None = None,
     noise_column: Noise | None = None,
+    packed: tuple[bool, bool] = (False, False),
 ) -> tuple[RowTiles | None, ColumnTiles | None]:
     """Quantize a matrix in tiles of 128 along its columns, its rows, or both, reading it once.
 
@@ -144,6 +152,7 @@ def quantize_tiles(
         by_column: tiles along the rows, codes [C, R].
         noise: rounds the row tiles stochastically; unset: to nearest.
         noise_column: the same for the column tiles.
+        packed: of rows and columns, codes of e2m1 two to a byte, as they are kept.
 
     Raises:
         PlanError: a tensor or a choice that the kernel does not take.
@@ -154,8 +163,10 @@ def quantize_tiles(
     check_choice(by_row, by_column, noise, noise_column)
     check_devices(x=x)
     num_rows, num_columns = x.shape
-    row = empty_tiles(num_rows, num_columns, element, x.device) if by_row else None
-    column = empty_tiles(num_columns, num_rows, element, x.device) if by_column else None
+    if any(packed) and element != "e2m1":
+        raise PlanError("codes of a byte are not packed", got=element, expected="e2m1")
+    row = empty_tiles(num_rows, num_columns, element, x.device, packed[0]) if by_row else None
+    column = empty_tiles(num_columns, num_rows, element, x.device, packed[1]) if by_column else None
     if x.numel():
         run(
             quantize_tiles_kernel,
@@ -172,6 +183,6 @@ def quantize_tiles(
             STOCHASTIC_COLUMN=noise_column is not None,
             ELEMENT=element_constants(kind),
             BLOCK=TILE,
-            num_warps=WARPS_NEAREST if noise is None and noise_column is None else WARPS_STOCHASTIC,
+            num_warps=WARPS_STOCHASTIC if noise or noise_column or any(packed) else WARPS_NEAREST,
         )
     return RowTiles(*row) if row else None, ColumnTiles(*column) if column else None
