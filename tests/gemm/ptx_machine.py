@@ -31,6 +31,7 @@ from ptx_memory import POISON, WARP, Array, GlobalMemory, Memory
 TYPES = {
     **{f"{kind}{8 * size}": np.dtype(f"u{size}") for kind in "bu" for size in (1, 2, 4, 8)},
     **{f"s{8 * size}": np.dtype(f"i{size}") for size in (1, 2, 4, 8)},
+    "s16x2": np.dtype(np.uint32),
     "f32": np.dtype(np.float32),
     "pred": np.dtype(bool),
 }
@@ -154,7 +155,8 @@ class Machine:
             raise UnknownInstructionError(it.text)
         kinds = [_type_of(kind, it.type) for kind in rule.sources] or [it.type] * (len(it.operands) - 1)
         values = [self.read(name, kind) for name, kind in zip(it.operands[1:], kinds, strict=True)]
-        self.write(it, it.operands[0], rule.compute(*values))
+        found = _by_halves(rule, values) if it.type.endswith("x2") else rule.compute(*values)
+        self.write(it, it.operands[0], found)
 
     def live(self, it: Instruction) -> Array:
         """Which threads take part in an instruction: those that do not wait, and that its guard lets through."""
@@ -220,6 +222,10 @@ def _low(raw: Array, kind: str) -> Array:
     if raw.dtype.itemsize > wanted.itemsize:
         raw = raw.astype(f"u{wanted.itemsize}")
     return raw.view(wanted)
+
+
+def _by_halves(rule: Rule, values: list[Array]) -> Array:
+    return rule.compute(*(one.view(np.int16) for one in values)).view(np.uint32)
 
 
 def _bits(constant: str) -> int:
@@ -391,7 +397,7 @@ SPECIAL: dict[str, Callable[[Machine, Instruction], None]] = {
     **{f"st.{space}{vector}": _store for space in ("global", "shared") for vector in _VECTORS},
     **{f"ldmatrix.{_MATRIX}.x{n}{t}.shared": _load_matrices for n in (1, 2, 4) for t in ("", ".trans")},
     **{f"stmatrix.{_MATRIX}.x{n}{t}.shared": _store_matrices for n in (1, 2, 4) for t in ("", ".trans")},
-    **{f"cvt.{sign}{size}": _convert for sign in "su" for size in (16, 32, 64)},
+    **{f"cvt.{sign}{size}": _convert for sign in "su" for size in (8, 16, 32, 64)},
     **{f"cvt.rn.satfinite.{name}x2": _convert_to_float8 for name in ("e4m3", "e5m2")},
     "cvt.rn.f32": _convert,
     "ld.param": _load_parameter,

@@ -11,8 +11,8 @@ Method   For each byte the last writer and the readers since the last barrier ar
          program makes no difference, so the order in which threads really run need not be tried.
 Limits   In global memory there is no barrier of a block, for blocks do not wait for each other. Threads that write the
          same number to a byte in the same instruction do not race, for compilers do this where threads hold
-         copies; in different instructions they do. Atomic operations race with plain ones, not with each
-         other.
+         copies, nor do warps that did so and then read it; in different instructions they do. Atomic operations race
+         with plain ones, not with each other.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 Array: TypeAlias = NDArray[Any]
 """One number a thread, or bytes of memory."""
 
-NOBODY, SEVERAL, ATOMICS, WARPS = -1, -2, -3, -10
-"""Who touched a byte, beside a thread's number; WARPS less a warp's number: one of it, before its last barrier."""
+NOBODY, SEVERAL, ATOMICS, COPIES, WARPS = -1, -2, -3, -4, -10
+"""Who touched a byte, beside a thread's number; WARPS less a warp's number: one of it, before its last barrier; COPIES:
+several, before their last one, each warp of which has its own number there."""
 WARP = 32
 POISON = 0xA5
 """What memory and registers hold before they are written."""
@@ -51,6 +52,8 @@ class Memory:
         self.races: list[str] = []
         self.writer = np.full(size * spaces, NOBODY, np.int32)
         self.reader = np.full(size * spaces, NOBODY, np.int32)
+        self.warps = np.zeros(size * spaces, np.uint64)
+        """Which warps of a block wrote a byte in the last instruction that did, a bit each."""
 
     def barrier(self) -> None:
         """All threads of each block have met: what was done before is seen by all."""
@@ -62,6 +65,7 @@ class Memory:
         for owners in (self.writer, self.reader):
             is_thread = owners >= 0
             owners[is_thread] = WARPS - owners[is_thread] // WARP
+        self.writer[self.writer == SEVERAL] = COPIES
 
     def read(self, addresses: Array, spaces: Array, threads: Array, size: int, why: str) -> Array:
         """uint8 [threads, size]."""
@@ -69,7 +73,7 @@ class Memory:
         if not self.is_known[places].all():
             raise AccessError(f"{why} reads what nobody wrote")
         who = np.broadcast_to(threads[:, None], places.shape)
-        self._race(~self._is_own(self.writer[places], who), f"{why} reads what another thread wrote")
+        self._race(~self._has_written(places, who), f"{why} reads what another thread wrote")
         self._own(self.reader, places, np.where(self._is_own(self.reader[places], who), who, SEVERAL))
         return self.bytes[places]
 
@@ -77,11 +81,13 @@ class Memory:
         """Values are uint8 [threads, size]."""
         places = self._places(addresses, spaces, values.shape[1], why)
         who = np.broadcast_to(threads[:, None], places.shape)
-        self._race(~self._is_own(self.writer[places], who), f"{why} writes what another thread wrote")
+        self._race(~self._has_written(places, who), f"{why} writes what another thread wrote")
         self._race(~self._is_own(self.reader[places], who), f"{why} writes what another thread read")
         self.bytes[places] = values
         self._race(self.bytes[places] != values, f"{why} writes different numbers to a byte")
         self._own(self.writer, places, who)
+        self.warps[places] = 0
+        np.bitwise_or.at(self.warps, places, _bit_of_warp(who))
         self.is_known[places] = True
         self.is_written[places] = True
 
@@ -114,6 +120,12 @@ class Memory:
         owners[places] = who
         owners[places[owners[places] != who]] = SEVERAL
 
+    def _has_written(self, places: Array, threads: Array) -> Array:
+        """Whether nobody else has, or others only what a thread's warp wrote too."""
+        is_copy = (self.writer[places] == COPIES) & ((self.warps[places] & _bit_of_warp(threads)) > 0)
+        has_written: Array = is_copy | self._is_own(self.writer[places], threads)
+        return has_written
+
     def _is_own(self, owners: Array, threads: Array) -> Array:
         is_own: Array = (owners == NOBODY) | (owners == threads) | (owners == WARPS - threads // WARP)
         return is_own
@@ -121,6 +133,11 @@ class Memory:
     def _race(self, is_race: Array, what: str) -> None:
         if is_race.any():
             self.races.append(f"{what} ({int(is_race.sum())} bytes)")
+
+
+def _bit_of_warp(threads: Array) -> Array:
+    """A block has 32 warps at most."""
+    return np.left_shift(np.uint64(1), (threads // WARP % 32).astype(np.uint64))
 
 
 class GlobalMemory(Memory):

@@ -34,18 +34,23 @@ from triton_cases import (
 )
 
 from scrimp.formats import Noise, Operand, quantize
+from scrimp.formats.codes import decode
 from scrimp.formats.hadamard import rotate
 from scrimp.gemm.backends.native import swizzle
 from scrimp.gemm.kernels import (
     GroupsOf,
     add_rounded,
+    apply_scales,
+    group_values,
     quantize_blocks,
     quantize_groups,
     quantize_tiles,
     tensor_amax,
+    widen_codes,
 )
 from scrimp.optim import MomentFormat
 from scrimp.optim.targets import add_by_operators
+from scrimp.precision import lookup_element
 
 ALIGNED, RAGGED = (256, 144), (130, 75)
 CASES = (
@@ -62,6 +67,8 @@ CASES = (
 """Sizes that are multiples of 16, none, one of them, and sizes that are constants to the compiler."""
 FEW_CASES = CASES[0], CASES[1], CASES[4]
 SCALINGS = ("mx", "nvfp4", "nvfp4_2d")
+KERNELS = ("tiles", "block_scaled", "groups", "hashes", "kept", "maxima", "outer_scales")
+KERNELS += ("rows", "rounded_sums", "adamw")
 CODED = (("e4m3", "mx"), *(("e2m1", scaling) for scaling in SCALINGS))
 Launchers = Callable[[Callable[[str], str]], PtxLauncher]
 
@@ -73,10 +80,10 @@ def launching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launchers]:
 
     def launch(edit: Callable[[str], str]) -> PtxLauncher:
         made.append(PtxLauncher(edit))
-        for name in ("tiles", "block_scaled", "groups", "maxima", "rows", "rounded_sums", "adamw"):
+        for name in KERNELS:
             module = importlib.import_module(f"scrimp.gemm.kernels.{name}")
             monkeypatch.setattr(module, "run", made[-1])
-            monkeypatch.setattr(module, "check_devices", lambda **_: None)
+            monkeypatch.setattr(module, "check_devices", lambda **_: None, raising=name != "hashes")
         return made[-1]
 
     yield launch
@@ -212,6 +219,31 @@ def test_codes_of_groups_along_both_axes(
         for one, axis, noise in zip(found, (-1, -2), noises, strict=True):
             assert one is not None
             assert_same_groups(one, quantize(x, *names, axis, operand.rounding, noise=noise))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), FEW_CASES)
+@pytest.mark.parametrize("names", [*CODED, ("e2m1", "tile")], ids="-".join)
+@pytest.mark.every(3)
+def test_kept_codes_are_read(
+    on_ptx: PtxLauncher, names: tuple[str, str], dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    x = matrix(*shape, dtype)
+    codes = quantize(x, *names, -2)
+    if names[1] == "tile":
+        row, column = quantize_tiles(x, "e2m1", by_row=False, by_column=True, packed=(False, True))
+        assert row is None
+        assert column is not None
+        assert torch.equal(column.codes, codes.payload)
+        found = widen_codes(codes.payload, shape[0]).float()
+        assert_same_bits(found, decode(codes.payload, lookup_element("e2m1"), shape[0]))
+    else:
+        values = group_values(codes.payload, codes.scales, codes.operand, shape[0])
+        expected = codes.dequantize_matrix().values.T
+        assert_same_bits(values, expected.to(torch.bfloat16).contiguous())
+        product, scale = expected.contiguous(), torch.tensor(0.3)
+        assert_same_bits(
+            apply_scales(product, scale, scale, torch.bfloat16), (product * scale * scale).bfloat16()
+        )
 
 
 @pytest.mark.slow

@@ -68,6 +68,15 @@ def test_a_barrier_of_a_warp_makes_peace_inside_it_alone() -> None:
     assert "reads what another thread wrote (256" in ran(exchange.format(128))[1][0]
 
 
+def test_warps_that_wrote_the_same_numbers_read_them_after_barriers_of_their_own() -> None:
+    copies = "and.b32 %r4, %r2, 124;\nst.shared.b32 [%r4], %r4;\n{}\nxor.b32 %r4, %r4, 4;\nld.shared.b32 %r5, [%r4];"
+    assert not ran(copies.format("bar.warp.sync -1;"))[1]
+    assert "reads what another thread wrote" in ran(copies.format(""))[1][0]
+    others = "\nxor.b32 %r4, %r2, 128;\nld.shared.b32 %r5, [%r4];"
+    written = "st.shared.b32 [%r2], %r1;\n" + copies.format("bar.warp.sync -1;") + others
+    assert any("reads what another thread wrote" in race for race in ran(written)[1])
+
+
 @pytest.mark.parametrize(
     ("lines", "race"),
     [

@@ -39,8 +39,10 @@ def address_hashes_kernel(
     BLOCK: tl.constexpr,
 ):
     """Some hashes of one stream: of rows, then of columns, whose addresses are read where they lie IN_PIECES."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    of_rows = tl.where(tl.program_id(1) == 0, key.to(tl.int64), second_key.to(tl.int64))
+    blocks = tl.cdiv(num_rows + num_columns, BLOCK)
+    stream = tl.program_id(0) // blocks
+    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    of_rows = key.to(tl.int64) + stream * (second_key.to(tl.int64) - key.to(tl.int64))
     is_row, is_there = at < num_rows, at < num_rows + num_columns
     if IN_PIECES:
         column = tl.load(addresses + at - num_rows, mask=is_there & (at >= num_rows), other=0)
@@ -48,7 +50,7 @@ def address_hashes_kernel(
         column = at - num_rows + first_column.to(tl.int64)
     address = tl.where(is_row, at + first_row.to(tl.int64), column)
     found = address_hash(address, tl.where(is_row, of_rows, ~of_rows))
-    tl.store(out + tl.program_id(1) * (num_rows + num_columns) + at, found, mask=is_there)
+    tl.store(out + stream * (num_rows + num_columns) + at, found, mask=is_there)
 
 
 def address_hashes(
@@ -65,7 +67,7 @@ def address_hashes(
     found = torch.empty(len(streams), num_rows + num_columns, dtype=torch.int32, device=like.device)
     run(
         address_hashes_kernel,
-        (triton.cdiv(num_rows + num_columns, BLOCK), len(streams)),
+        (triton.cdiv(num_rows + num_columns, BLOCK) * len(streams),),
         found,
         place.column_addresses(num_columns, like.device) if place.columns else found,
         place.first_row,
