@@ -29,7 +29,7 @@ def conversations(one: Source | None) -> list[Messages]:
 
 
 def share_told(chats: list[Messages]) -> float:
-    """Of how many questions a demonstration has the letter, and so the label, which then is the answer's."""
+    """For how many questions a demonstration has the letter, and so the label, which then is the answer's."""
     told = 0
     for chat in chats:
         *before, question, answer = chat

@@ -123,7 +123,7 @@ def test_as_many_warps_of_the_rows_quantizer_fit_a_multiprocessor_as_it_has_room
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [89, HOPPER, 100, 120])
 def test_two_programs_of_groups_fit_a_multiprocessor(capability: int) -> None:
-    """Of 256 threads at 128 registers; a rotated block of 64 x 64 lies in shared memory as float32, nothing larger."""
+    """Each has 256 threads at 128 registers; a rotated block of 64 x 64 lies in shared memory as float32."""
     groups = [case for case in compiled(capability) if case["kernel"] == "quantize_groups_kernel"]
     assert len(groups) == 10
     assert not names([case for case in groups if case["stack"] or case["registers"] > 128])

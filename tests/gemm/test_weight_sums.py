@@ -80,7 +80,7 @@ def step(model: nn.Module, *, adds: bool = True, of_inputs: bool = True) -> list
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recipe", [None, "fp8"])
 def test_sums_are_those_of_autograd(again: bool, compiled: bool, recipe: str | None) -> None:
-    """Of torch's products, which add, and of planned ones, which the reference cannot add."""
+    """Torch's products add, planned ones of the reference cannot."""
     plain, summed = Net(again), Net(again)
     for model in (plain, summed):
         if recipe is not None:

@@ -29,7 +29,7 @@ SMALL = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    """Of weights ten times as large as first ones, whose predictions are far from uniform."""
+    """Weights are ten times as large as first ones: predictions are far from uniform."""
     made = build_model(SMALL).eval()
     initialise(made, 0)
     with torch.no_grad():

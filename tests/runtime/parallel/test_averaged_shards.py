@@ -39,7 +39,7 @@ def whole_weights(executable: Executable, world: World) -> dict[str, Tensor]:
 
 
 def measured(rank: int, ranks: int) -> dict[str, dict[str, Any]]:
-    """Of each case how far the average is from that of whole weights, and bytes: predicted, and counted in steps."""
+    """For each case how far the average is from that of whole weights, and bytes: predicted, and counted in steps."""
     return {name: of_case(case, World(rank, ranks)) for name, case in CASES.items()}
 
 

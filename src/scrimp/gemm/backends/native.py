@@ -135,7 +135,7 @@ class TorchBackend(Backend):
         return _Codes(codes.payload, codes.scales, codes.tensor_scale, codes.operand, k)
 
     def weight_product(self, a: Any, b: Any, compute: torch.dtype, weight: torch.dtype) -> Product:
-        """Of plain operands one that may add itself."""
+        """One that may add itself, of plain operands."""
         if isinstance(a, _Plain) and isinstance(b, _Plain) and a.values.dtype == compute:
             check_same_device(a.values, b.values)
             return PlainProduct(a.values, b.values, weight)

@@ -132,7 +132,7 @@ class TritonBackend(Backend):
         return _Values(values if codes.axis % 2 else values.T, codes.tensor_scale)
 
     def weight_product(self, a: Any, b: Any, compute: torch.dtype, weight: torch.dtype) -> Product:
-        """Of tiles one that may add itself."""
+        """One that may add itself, of tiles."""
         if isinstance(a, KernelCodes) and isinstance(b, KernelCodes):
             check_same_device(a.codes, b.codes)
             return _TileProduct(a, b, compute, weight)

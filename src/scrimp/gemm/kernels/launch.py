@@ -34,8 +34,8 @@ WARPS_NEAREST, WARPS_STOCHASTIC = 8, 16
 not measured yet."""
 INPUT_TYPES = (torch.bfloat16, torch.float32)
 Form = Literal["codes", "swizzled", "values", "kept"]
-"""Of groups: codes with scales in their order or in cuBLASLt's, or values in bfloat16. Kept: as QuantizedTensor has
-them; of groups these are the codes, of tiles E2M1 lies two to a byte."""
+"""Groups: codes with scales in their order or in cuBLASLt's, or values in bfloat16. Kept: as QuantizedTensor has them;
+groups as codes, tiles with E2M1 two to a byte."""
 
 
 @dataclass(frozen=True)

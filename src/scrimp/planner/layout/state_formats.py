@@ -60,7 +60,7 @@ class StateFormats:
 
     @property
     def name(self) -> str:
-        """Of the moments, decided; without masters "-alone" follows."""
+        """The format of the moments, decided; without masters "-alone" follows."""
         if self.moments == AUTO:
             return "fp32" if self.masters else "bf16-alone"
         return self.moments + ("" if self.masters else "-alone")

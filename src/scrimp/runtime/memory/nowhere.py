@@ -34,7 +34,7 @@ class EndlessArena(HostArena):
 
 
 class LatestLink(Link):
-    """Of fake tensors; every copy is over when it was waited for, and never before."""
+    """Copies of fake tensors: each is over when it was waited for, and never before."""
 
     kind = FakeTensor
 
