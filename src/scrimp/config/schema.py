@@ -166,6 +166,9 @@ class TrainConfig:
     (512 MiB on CUDA), else the power of two that does."""
     compile: Switch = "auto"
     """torch.compile per block. auto: on for CUDA, off on CPU."""
+    deterministic: bool = True
+    """Sums in one order, so that a run repeats itself bit for bit, and so does one that was interrupted and resumed. false:
+    on a GPU whatever is fastest; runs then agree up to rounding. Nothing changes on a CPU."""
     nonfinite_patience: int = 5
     """Skipped steps in a row (non-finite loss or gradients) after which the run stops."""
 

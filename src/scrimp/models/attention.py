@@ -66,6 +66,7 @@ from scrimp.models.flash import (
     flash_operators,
     flash_runs,
     flash_takes,
+    gpu_of,
     rows_at_once,
 )
 from scrimp.models.functions import runs_cpu_functions, uses_cpu_functions
@@ -153,7 +154,10 @@ class AttentionLayout:
         window = attends.window
         if window is not None and window >= max(lengths):
             window = None
-        pieces = _pieces(attends, lengths, length, window, device, dtype)
+        is_whole = document_starts is None and window is None
+        pieces = None
+        if not (is_whole and gpu_of(device).prefers_cudnn):
+            pieces = _pieces(attends, lengths, length, window, device, dtype)
         if pieces is not None:
             return make("pieces", pieces=pieces)
         if device.type == "cpu" and not compiled and runs_cpu_functions():
@@ -187,14 +191,15 @@ class AttentionLayout:
             documents: rows may hold several.
             stands_for_gpu: a CPU is asked for the sake of a GPU.
         """
-        found = cls.prepare(attends, tokens_BT, None, dtype=dtype, compiled=compiled)
+        rows, length = tokens_BT.shape
+        starts = torch.arange(rows + 1, dtype=torch.int32) * length if documents else None
+        found = cls.prepare(attends, tokens_BT, starts, dtype=dtype, compiled=compiled)
         keeps_apart = stands_for_gpu and flash_takes(tokens_BT.device, dtype, attends.head_size)
         if keeps_apart and found.mask is not None:
             # The kernel knows windows and documents.
             return replace(found, route="causal", mask=None)
         if keeps_apart or not documents:
             return found
-        rows, length = tokens_BT.shape
         if not stands_for_gpu and not compiled:
             return replace(found, route="segments", segments=worst_segments(rows, length))
         kind = torch.bool if stands_for_gpu else dtype
@@ -285,8 +290,9 @@ def fuses_attention(
     """Whether a run uses one kernel for this attention on a GPU.
 
     Not in fp32, and not below compute capability 8.0: flash attention takes 16 bits from there on. The memory-efficient
-    kernel takes 32 bits and older cards, but Scrimp does not use it: that its backward pass repeats itself was not
-    tested on a GPU (`scrimp.runtime.determinism`). Scores of T x T are then in memory.
+    kernel takes 32 bits and older cards, but Scrimp does not use it, whatever `train.deterministic` says: that its
+    backward pass repeats itself was not tested on a GPU, and no account knows its bytes (`scrimp.runtime.determinism`).
+    Scores of T x T are then in memory.
 
     Args:
         masks: documents or a window keep tokens apart, which flash attention does for heads of whole multiples of 8.
