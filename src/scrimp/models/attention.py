@@ -128,6 +128,7 @@ class AttentionLayout:
         dtype: torch.dtype,
         compiled: bool = False,
         parallel: ContextParallel | None = None,
+        documents: bool = False,
     ) -> AttentionLayout:
         """Choose the route for these rows.
 
@@ -140,6 +141,7 @@ class AttentionLayout:
                 every batch must not become part of the program.
             parallel: the ranks that share these rows; then tokens_BT are this rank's, and document_starts
                 those of whole rows.
+            documents: rows of other batches may hold several, though these do not.
 
         Raises:
             ConfigError, DeviceError: these ranks cannot share them.
@@ -154,10 +156,9 @@ class AttentionLayout:
         window = attends.window
         if window is not None and window >= max(lengths):
             window = None
-        is_whole = document_starts is None and window is None
-        pieces = None
-        if not (is_whole and gpu_of(device).prefers_cudnn):
-            pieces = _pieces(attends, lengths, length, window, device, dtype)
+        is_whole = window is None and document_starts is None and not documents
+        by_cudnn = is_whole and gpu_of(device).prefers_cudnn
+        pieces = None if by_cudnn else _pieces(attends, lengths, length, window, device, dtype)
         if pieces is not None:
             return make("pieces", pieces=pieces)
         if device.type == "cpu" and not compiled and runs_cpu_functions():
@@ -191,15 +192,14 @@ class AttentionLayout:
             documents: rows may hold several.
             stands_for_gpu: a CPU is asked for the sake of a GPU.
         """
-        rows, length = tokens_BT.shape
-        starts = torch.arange(rows + 1, dtype=torch.int32) * length if documents else None
-        found = cls.prepare(attends, tokens_BT, starts, dtype=dtype, compiled=compiled)
+        found = cls.prepare(attends, tokens_BT, None, dtype=dtype, compiled=compiled, documents=documents)
         keeps_apart = stands_for_gpu and flash_takes(tokens_BT.device, dtype, attends.head_size)
         if keeps_apart and found.mask is not None:
             # The kernel knows windows and documents.
             return replace(found, route="causal", mask=None)
         if keeps_apart or not documents:
             return found
+        rows, length = tokens_BT.shape
         if not stands_for_gpu and not compiled:
             return replace(found, route="segments", segments=worst_segments(rows, length))
         kind = torch.bool if stands_for_gpu else dtype

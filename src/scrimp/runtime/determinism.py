@@ -15,10 +15,11 @@ Method   On CUDA the setting decides (`kernels_for`)::
          part by `CUBLAS_WORKSPACE_CONFIG`, which `scrimp.profiler.resolve_device` sets before any product on a GPU; a
          value of the user's stays, and is refused here where torch would refuse it.
          A CPU's kernels are deterministic: nothing is set there, and the setting costs nothing.
-Kept     Whatever decides or proves by equal bits depends on no attention: kernels are tried beside operators on operands
-         of their own (`may_run`), proofs compare a product with its own operands (`scrimp.gemm.fingerprints`), ranks
-         decide by what one of them says (`scrimp.world`), rounding noise is a function of its address. Statistics of
-         formats compare passes, within bounds (`scrimp.statistics.stream`).
+Kept     Whatever decides or proves by equal bits depends on no attention: kernels are tried beside operators on
+         operands of their own (`may_run`), proofs compare a product with its own operands
+         (`scrimp.gemm.fingerprints`), ranks decide by what one of them says (`scrimp.world`), copies are updated by
+         one sum that all have, rounding noise is a function of its address. Statistics of formats compare passes,
+         within bounds (`scrimp.statistics.stream`).
 Limits   Of cuDNN's kernel nothing was measured: what it takes for itself is counted as FlashAttention-2's, and that its
          forward pass repeats itself, on which a router relies that is made again, is taken from its having no setting
          for that. FlashAttention-2's does (flash-attention issue 349).

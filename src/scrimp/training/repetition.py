@@ -1,7 +1,7 @@
 """Whether a run repeats itself, and what that costs it, in words: a row of `scrimp plan`.
 
-Method   `train.deterministic` says the first, `scrimp.planner.layout.attention_price` the second, of the run's own step on
-         the hardware file of its card.
+Method   `train.deterministic` says the first, `scrimp.planner.layout.attention_price` the second, of the run's own step
+         on the hardware file of its card.
 Limits   One GPU with a hardware file, in bf16; of others no price is said. Nothing else than attention has one: what
          scattered sums and sorted gradients of torch's deterministic operators take more was not measured.
 Checked  tests/training/test_repetition.py

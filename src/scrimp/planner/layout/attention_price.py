@@ -1,15 +1,16 @@
 """What it costs a step that its attention repeats itself, or keeps documents apart.
 
-Problem  Runs are held to FlashAttention-2 by `train.deterministic`, and by `data.mask_documents`, since torch has no other
-         kernel for rows of several documents. Where it has a faster one for whole rows, that has a price.
+Problem  Runs are held to FlashAttention-2 by `train.deterministic`, and by `data.mask_documents`, since torch has no
+         other kernel for rows of several documents. Where it has a faster one for whole rows, that has a price.
 Method   The same step is predicted with both kernels (`kernels.CUDNN_ON`: on all other devices they are one)::
 
              price = seconds by FlashAttention-2 - seconds by the kernel that torch would choose
 
-Limits   cuDNN is taken to reach what the hardware file has of the fastest kernel. That FlashAttention-2's own ordered sums
-         are slower than atomic ones is not predicted: an H100 ran its backward pass of 2 x 16 heads of 8,192 tokens at
-         166 TFLOP/s (flash-attention PR 1893), 299 otherwise; by the kernel's source least with many rows and heads,
-         whose work fills all multiprocessors without a cut.
+Limits   cuDNN is taken to reach what the hardware file has of the fastest kernel; an H100's was measured 8 % below
+         (flash-attention PR 1893: 566 and 470 TFLOP/s). That FlashAttention-2's ordered sums are slower than its atomic
+         ones is not predicted: there its ordered backward pass of 2 x 16 heads of 8,192 tokens ran at 166 TFLOP/s,
+         where 305 is taken here. By its source that is least where rows and heads are many, which fill all
+         multiprocessors without splitting the keys.
 Checked  tests/planner/layout/test_attention_price.py
 """
 

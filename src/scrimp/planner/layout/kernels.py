@@ -40,11 +40,11 @@ KINDS: dict[str, Kind] = {
 KNOWN: tuple[Kind, ...] = get_args(Kind)
 BEST, FLASH_2, TORCH, UNFUSED, FLASH_TRITON = "best", "flash-2", "torch", "unfused", "flash-triton"
 _HOPPER, _BLACKWELL = (0.58, 0.6), (361e12, 334e12)
-"""What FlashAttention-2 reaches where it has no kernels of its own, forward and backward. On H100s shares of the rate: 350
-of 616 TFLOP/s, about 305 of 515 (Shah et al., arXiv 2407.08608, section 1 and figures 5 and 6). On B200s FLOP/s, hardly
-more than there: heads of 128 at 8,192 tokens (tritonbench PR 171), and of 64 without mask at 16,384 (flash-attention
-issue 1589: 379 and 334; 343 and 329 at 8,192, where an H100 has 310 and 299 by PR 2688). That of a B300 is taken to be
-as fast as a B200's, which nobody has published."""
+"""What FlashAttention-2 reaches where it has no kernels of its own, forward and backward. On H100s shares of the rate:
+350 of 616 TFLOP/s, about 305 of 515 (Shah et al., arXiv 2407.08608, section 1 and figures 5 and 6). On B200s FLOP/s,
+hardly more than there: heads of 128 at 8,192 tokens (tritonbench PR 171), and of 64 without mask at 16,384
+(flash-attention issue 1589: 379 and 334; 343 and 329 at 8,192, where an H100 has 310 and 299 by PR 2688). That of a
+B300 is taken to be as fast as a B200's, which nobody has published."""
 FLASH_2_SHARES = dict.fromkeys(("h100", "h100-96", "h200"), _HOPPER)
 FLASH_2_RATES = dict.fromkeys(("b200", "gb200", "b300", "gb300"), _BLACKWELL)
 CUDNN_ON = (*FLASH_2_SHARES, "b200", "gb200")

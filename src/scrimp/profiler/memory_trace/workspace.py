@@ -21,8 +21,8 @@ Both    Attention without a fused kernel takes a softmax that knows rows without
         Eigenvectors of a symmetric matrix of n rows take LAPACK's least for dividing and conquering, 1 + 6 n + 2 n^2
         numbers and 3 + 5 n integers; cuSOLVER is taken to need as much, which was not measured.
 CUDA    Nothing is copied to widen. Flash attention's backward pass sums the queries' gradient in fp32, where it is
-        deterministic in several copies, by the formula of `scrimp.models.flash`; counted for the worst of one document in each row to documents of 128
-        tokens on average.
+        deterministic in several copies, by the formula of `scrimp.models.flash`; counted for the worst of one document
+        in each row to documents of 128 tokens on average.
 
 Limits  cuDNN's attention, which may run where kernels need not be deterministic, is counted as flash attention.
         Shorter documents take more on CUDA, up to the bound of `scrimp.models.flash` where rows can be cut.

@@ -8,8 +8,8 @@ Method   The prediction of the search for layouts (`scrimp.planner.layout.block_
          no less than predicted: noise often measures nothing, and where levels tie, a search for what fits would let
          every block recompute.
          Blocks are timed as they train: by the kernels of `train.deterministic`, compiled where the run compiles them.
-         Compiling them at every level is not in that limit; the run finds them in the compiler's cache. Of several ranks the first
-         measures for all, which must come to one plan.
+         Compiling them at every level is not in that limit; the run finds them in the compiler's cache. Of several
+         ranks the first measures for all, which must come to one plan.
 Limits   Predicted seconds of frozen weights count their wgrad, which does not run; measured ones do not. A block's
          seconds do not depend on where its states live; copies beside computing are the timeline's affair.
 Checked  tests/training/memory/test_block_seconds.py
@@ -282,9 +282,7 @@ def _blocks_once(
 
 
 @cache
-def _ends_once(
-    timed: Timed, device: torch.device, backend: str, rounds: int, repeats: bool
-) -> float | None:
+def _ends_once(timed: Timed, device: torch.device, backend: str, rounds: int, repeats: bool) -> float | None:
     with deterministic(device, repeats):
         return measure_ends(timed, device, preferred_backends(device, backend), rounds=rounds)
 
