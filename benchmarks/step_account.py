@@ -5,8 +5,9 @@ Question  Which passes would kernels of our own shorten, by how much, and how go
 Method    `scrimp.planner.layout.step_account`: bytes, FLOPs and seconds of every pass, and those of ideal regions.
           Of Scrimp as it runs today (`softwares/scrimp-today.toml`: bytes counted from its code), of Scrimp as it is
           predicted (`scrimp.toml`: one kernel for each pass), both with deterministic attention, of LLMQ
-          (`llmq.toml`: read in its source), which has one scale a tensor in all of its 8 bits, and of torchao's Float8Linear in TorchTitan (`torchtitan-2025.toml`: read in its source), whose weights, gradients
-          and moments are in float32.
+          (`llmq.toml`: read in its source), which has one scale a tensor in all of its 8 bits, and of torchao's
+          Float8Linear in TorchTitan (`torchtitan-2025.toml`: read in its source), whose weights, gradients and moments
+          are in float32.
           Launches of today's step are counted here: operators of the update and its kernel, kernels of a compiled
           block as Inductor fuses it.
           Of Scrimp's own step sums of gradients run after products here, and beside them in `scrimp plan`.

@@ -53,7 +53,6 @@ USUAL = {
     "lora_r": "adapter.rank",
     "full_determinism": "train.deterministic",
     "use_deterministic_algorithms": "train.deterministic",
-    "training.deterministic": "train.deterministic",
 }
 NONE = {
     "ema": "keeps no average",

@@ -55,5 +55,5 @@ def price_text(setting: Setting, seconds: float) -> str | None:
         return None
     of_step = f"{price:+.2g} s of {seconds:.3g} s a step, {price / (seconds - price):+.1%}"
     if price > 0:
-        return f"deterministic attention: {of_step}; without: {SETTINGS}"
-    return f"attention that is not deterministic: {of_step}"
+        return f"attention held to FlashAttention-2: {of_step}; without: {SETTINGS}"
+    return f"attention by torch's choice, not FlashAttention-2: {of_step}"
