@@ -190,7 +190,8 @@ def test_sums_in_any_order_take_the_bytes_of_one_copy(documents: bool) -> None:
 
     (kept, ordered), (kept_free, free) = peaks(True), peaks(False)
     assert kept_free == kept
-    assert ordered - free == workspace(True) - workspace(False) > 0
+    more = workspace(True) - workspace(False)
+    assert 0.8 * more < ordered - free <= more, "without its copies another part of the block takes most"
 
 
 @pytest.mark.slow
