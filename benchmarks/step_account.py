@@ -3,11 +3,11 @@
 Question  Which passes would kernels of our own shorten, by how much, and how good can they become? How does the step
           stand beside that of LLMQ, the fastest published one on cards of this size?
 Method    `scrimp.planner.layout.step_account`: bytes, FLOPs and seconds of every pass, and those of ideal regions.
-          Of Scrimp as it runs today (`softwares/scrimp-today.toml`: bytes counted from its code; attention by
-          FlashAttention-2, which is deterministic), of Scrimp as it is predicted (`scrimp.toml`: one kernel for each
-          pass), of LLMQ (`llmq.toml`: read in its source), which has one scale a tensor in all of its 8 bits, and of
-          torchao's Float8Linear in TorchTitan (`torchtitan-2025.toml`: read in its source), whose weights, gradients
-          and moments are in float32.
+          Of Scrimp as it runs today (`softwares/scrimp-today.toml`: bytes counted from its code), of Scrimp as it is
+          predicted (`scrimp.toml`: one kernel for each pass), both with deterministic attention, of LLMQ
+          (`llmq.toml`: read in its source), which has one scale a tensor in all of its 8 bits, and of torchao's
+          Float8Linear in TorchTitan (`torchtitan-2025.toml`: read in its source), whose weights, gradients and moments
+          are in float32.
           Launches of today's step are counted here: operators of the update and its kernel, kernels of a compiled
           block as Inductor fuses it.
           Of Scrimp's own step sums of gradients that no product adds to run after products here, and beside them in
@@ -145,7 +145,7 @@ def main() -> None:
 
 def today() -> Software:
     """Scrimp as it runs today."""
-    return dataclasses.replace(own("scrimp-today"), attention_kernel="flash-2")
+    return own("scrimp-today")
 
 
 def own(name: str) -> Software:

@@ -329,6 +329,29 @@ def test_a_saved_plan_is_predicted_alike(tmp_path: Path, capsys: pytest.CaptureF
     assert "names a preset as it is" in capsys.readouterr().err
 
 
+def test_a_plan_says_what_order_costs_and_is_another_one_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = SMALL.replace("llama-3m", "llama-3.2-1b").replace("512", "2048") + " --layout.fsdp=4"
+    both = ("--train.no-deterministic", "--data.no-mask-documents")
+    held = "attention held to FlashAttention-2: +"
+    said, seconds = [], []
+    for number, words in enumerate(((), both[:1], both)):
+        file = tmp_path / f"{number}.json"
+        assert plan(*small.split(), *words, "--save", str(file)) == 0
+        said.append(capsys.readouterr().out)
+        assert plan("--batch", str(file)) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["step_seconds"])
+        assert json.loads(file.read_text()).get("attention_kernel") == ("torch" if words == both else None)
+    assert held in said[0]
+    assert f"without: {' '.join(both)}" in said[0]
+    assert held in said[1], "torch has no other kernel for documents"
+    assert "attention by torch's choice, not FlashAttention-2: -" in said[2]
+    assert seconds[0] == seconds[1] > seconds[2]
+    assert plan(*small.replace("h100", "a100-80").split()) == 0
+    assert "FlashAttention-2" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_best_plan_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(*SMALL.split(), "--layout.pp=2", "--simulate") == 0

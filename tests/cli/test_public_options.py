@@ -30,7 +30,7 @@ CONFIG = """
 --objective.z-loss
 --train.parameters --optimizer.master-weights --optimizer.moments --optimizer.from-weights
 --optimizer.no-from-weights --train.loss-chunk
---train.compile
+--train.compile --train.deterministic --train.no-deterministic
 --evaluation.every --evaluation.tokens --evaluation.precision
 --checkpoint.every --checkpoint.keep-last --checkpoint.keep-every
 --train.nonfinite-patience

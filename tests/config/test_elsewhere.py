@@ -51,6 +51,8 @@ USUAL = {
     "depth": "model.num_layers",
     "num_iterations": "train.steps",
     "lora_r": "adapter.rank",
+    "full_determinism": "train.deterministic",
+    "use_deterministic_algorithms": "train.deterministic",
 }
 NONE = {
     "ema": "keeps no average",

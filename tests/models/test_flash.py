@@ -93,6 +93,9 @@ def test_all_rows_at_once_are_plain_attention() -> None:
         (Heads(12, 12, 64, 108), 8 * 1024, 8, 57_065_472),  # two copies: 4 * 12 * 9,216 * 129
         (Heads(32, 32, 80, 128), 2048, 1, 107_233_280),  # heads of 80 are padded to 96: 4 * 32 * 2,176 * 385
         (Heads(8, 8, 160, 132), 1000, 3, 51_064_064),  # of 160 to 192, six copies: 4 * 8 * 1,384 * 1,153
+        # In any order: one copy, however many multiprocessors there are.
+        (Heads(28, 4, 128, 132, False), 1024, 1, 4 * 28 * 1152 * 129 + 2 * 2 * 1024 * 28 * 128),
+        (Heads(8, 8, 160, 132, False), 1000, 3, 4 * 8 * 1384 * 193),
     ],
 )
 def test_the_bytes_of_a_backward_pass_by_hand(heads: Heads, tokens: int, documents: int, nbytes: int) -> None:
@@ -196,6 +199,34 @@ def test_batches_of_short_documents_go_row_by_row_where_they_pass_the_bound(
     assert rows_at_once(CPU, ONE_COPY, 1024, (8, 8, 9, 8, 8, 8, 8)) == 1
     monkeypatch.setitem(flash.WORKSPACE_BYTES, "cpu", 10**9)
     assert rows_at_once(CPU, ONE_COPY, 1024, (1024,) * ROWS) == 0, "far below the bound nothing is cut"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "documents", "route"),
+    [
+        (Gpu(132, (9, 0)), False, "pieces"),
+        (Gpu(132, (9, 0)), True, "pieces"),
+        (Gpu(132, (9, 0), deterministic=False), False, "causal"),
+        (Gpu(132, (10, 0), deterministic=False), False, "causal"),
+        (Gpu(132, (9, 0), deterministic=False), True, "pieces"),
+        (Gpu(132, (10, 3), deterministic=False), False, "pieces"),
+        (Gpu(132, (8, 9), deterministic=False), False, "pieces"),
+    ],
+)
+def test_rows_are_not_cut_where_cudnn_takes_all_of_them(
+    gpu: Gpu, documents: bool, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces are calls of FlashAttention's, which would keep the faster kernel away."""
+    monkeypatch.setitem(flash.STAND_IN, "cpu", gpu)
+    monkeypatch.setitem(flash.WORKSPACE_BYTES, "cpu", 1)
+    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    starts = torch.arange(ROWS + 1, dtype=torch.int32) * LENGTH if documents else None
+    found = AttentionLayout.prepare(ATTENDS, tokens, starts, dtype=torch.bfloat16, compiled=True)
+    assert found.route == route
+    worst = AttentionLayout.worst(
+        ATTENDS, tokens, dtype=torch.bfloat16, documents=documents, stands_for_gpu=True, compiled=True
+    )
+    assert worst.route == route, "the account counts what runs"
 
 
 def test_every_piece_starts_its_own_documents(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from scrimp.config import BudgetConfig, Config, ModelConfig, TrainConfig
 from scrimp.errors import DeviceError
 from scrimp.profiler.bandwidth import LinkRates
 from scrimp.runtime import deterministic
-from scrimp.runtime.determinism import WORKSPACE
+from scrimp.runtime.determinism import WORKSPACE, kernels_for
 from scrimp.training.memory import block_seconds as times
 from scrimp.training.memory import decide as memory_plan
 from scrimp.training.setup import decide
@@ -35,6 +35,7 @@ def settings() -> tuple[bool, ...]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,
         torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
     )
 
 
@@ -53,18 +54,31 @@ def kept_settings() -> Any:
     ids=["torch's own", "deterministic before", "warnings only"],
 )
 @pytest.mark.parametrize("fails", [False, True])
-def test_settings_come_back_as_they_were(before: tuple[bool, ...], fails: bool, kept_settings: None) -> None:
+@pytest.mark.parametrize("wanted", [True, False])
+def test_settings_come_back_as_they_were(
+    before: tuple[bool, ...], fails: bool, wanted: bool, kept_settings: None
+) -> None:
+    """Whatever was in force: a run that need not repeat itself does not do so because its process did."""
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     torch.utils.deterministic.fill_uninitialized_memory = before[2]
     torch.backends.cuda.enable_mem_efficient_sdp(before[3])
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     try:
-        with deterministic(GPU):
-            assert settings() == (True, False, False, False)
+        with deterministic(GPU, wanted):
+            assert settings() == (wanted, False, False, False, cudnn)
             if fails:
                 raise KeyError
     except KeyError:
         pass
-    assert settings() == before
+    assert settings() == (*before, cudnn)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_cpu_is_left_alone(wanted: bool) -> None:
+    assert kernels_for("cpu", deterministic=wanted) is None
+    before = settings()
+    with deterministic(torch.device("cpu"), wanted):
+        assert settings() == before
 
 
 @pytest.fixture
@@ -88,21 +102,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_on_a_gpu_times_its_blocks_with_cublas_made_deterministic(
-    gpu: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_plan_on_a_gpu_times_its_blocks_by_the_kernels_of_the_run(
+    wanted: bool, gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    config = replace(CONFIG, train=replace(CONFIG.train, deterministic=wanted))
     monkeypatch.delenv(WORKSPACE, raising=False)
     seen: list[str | None] = []
 
     def measured(*arguments: Any, **more: Any) -> None:
-        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.are_deterministic_algorithms_enabled() is wanted
         seen.append(os.environ.get(WORKSPACE))
 
     monkeypatch.setattr(times, "measure_blocks", measured)
-    resident = decide(CONFIG)
+    resident = decide(config)
     assert not seen, "far below the budget nothing is timed"
     tight = BudgetConfig(device_memory=f"{int(1.3 * resident.memory.account.peak)}B")
-    decide(replace(CONFIG, budget=tight))  # as `scrimp plan` does, which trains nothing
+    decide(replace(config, budget=tight))  # as `scrimp plan` does, which trains nothing
     assert seen
     assert set(seen) == {":4096:8"}
 
@@ -118,3 +134,4 @@ def test_a_workspace_of_the_users_stays_if_products_repeat_themselves_with_it(
     with pytest.raises(DeviceError, match="repeating") as refused:
         decide(resident)
     assert refused.value.got == f"{WORKSPACE}=:0:0"
+    decide(replace(resident, train=replace(CONFIG.train, deterministic=False)))

@@ -98,6 +98,18 @@ def test_formats_of_states_are_those_of_the_run() -> None:
     assert usual.optimizer == Config().optimizer
 
 
+def test_a_plan_by_torchs_kernel_of_attention_allows_it() -> None:
+    line = dataclasses.replace(LINE, attention_kernel="torch")
+    config, given = with_plan(Config(), line, frozenset(), FILE)
+    assert not config.train.deterministic
+    assert not config.data.mask_documents
+    with pytest.raises(ConfigError, match=r"train\.deterministic is given"):
+        with_plan(Config(), line, frozenset({"train.deterministic"}), FILE)
+    usual, given = with_plan(Config(), LINE, frozenset(), FILE)
+    assert usual.train.deterministic
+    assert "data.mask_documents" not in given
+
+
 def test_two_wills_are_refused_and_one_will_twice_is_not() -> None:
     config = replace_values(Config(), {"train.micro_batch": 1})
     with pytest.raises(ConfigError, match=r"train\.micro_batch is given"):

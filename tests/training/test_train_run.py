@@ -113,6 +113,19 @@ def test_resuming_a_finished_run_changes_nothing_but_the_last_evaluation(
     assert losses(run_dir) == losses(finished)
 
 
+def test_a_run_goes_on_by_other_kernels(finished: Path, tmp_path: Path) -> None:
+    """They do not change what is trained; on a CPU they are the same ones."""
+    import shutil
+
+    run_dir = tmp_path / "resumed"
+    shutil.copytree(finished, run_dir)
+    for step in (20, 30):
+        shutil.rmtree(run_dir / "checkpoints" / f"step-{step:08d}")
+    assert main(["train", f"--run.dir={run_dir}", "--resume", "--train.no-deterministic"]) == 0
+    assert losses(run_dir) == losses(finished)
+    assert "deterministic = false" in (run_dir / "config.toml").read_text(encoding="utf-8")
+
+
 def test_a_used_folder_is_refused_without_resume(
     finished: Path, corpus: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -119,6 +119,7 @@ def predict(
     blocks: Sequence[BlockPlan | Mapping[str, Any]] = (),
     software: str = "scrimp",
     states: StateFormats | Mapping[str, Any] | None = None,
+    attention_kernel: str = "",
     execution: Execution | Mapping[str, Any] | None = None,
 ) -> PredictedStep:
     """Seconds and bytes of a step::
@@ -135,6 +136,8 @@ def predict(
         recompute_parts: what selective recomputation makes again; empty: what the software's does.
         blocks: what each block does, which then stands for `recompute`.
         states: formats of Scrimp's weights and moments, as {"moments": "bf16", "masters": False}.
+        attention_kernel: torch, as of a run with train.deterministic and data.mask_documents false; empty: the
+            software's own.
         execution: what users of Megatron and TorchTitan set beside the layout.
 
     Raises:
@@ -171,7 +174,7 @@ def search(
         micro_batch, layout: what is kept as it is; all else is searched.
         precision: one recipe of all blocks' products (auto: bf16); snip: the search chooses from `snip.formats`.
         settings: of a run, by dotted key: snip.formats, budget.*, memory.*, train.parameters, optimizer.moments,
-            optimizer.master_weights.
+            optimizer.master_weights, train.deterministic, data.mask_documents.
         statistics: what `scrimp.measure` found, or its file; beside precision snip.
         objective: step-time, cost, smallest-cluster, longest-context or largest-model.
         tokens, days: of the whole training; tokens as a number, or as 15T.

@@ -25,6 +25,7 @@ from scrimp.training.memory.stages import stages_text
 from scrimp.training.precision.preview import Preview, preview
 from scrimp.training.precision.reachable import shares_of
 from scrimp.training.rank_order import order_advice
+from scrimp.training.repetition import repetition_text
 from scrimp.training.setup import Decisions, decide
 from scrimp.training.staged import decided_stages
 from scrimp.training.start import anchored
@@ -130,6 +131,7 @@ def _run_table(decisions: Decisions) -> Any:
         *([("quantized GEMMs", backends)] if backends else []),
         *([("shapes of tiles", f"tried before the model is made, {format_bytes(tuning)}")] if tuning else []),
         *([("attention", attention)] if attention else []),
+        ("repeats itself", repetition_text(decisions)),
         ("tokens/s", measured),
     ]
     return key_value_table(rows, title=f"{config.model.weights or config.model.preset}, {config.precision}")

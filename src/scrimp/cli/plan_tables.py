@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from scrimp.planner.layout.attention_price import price_text
 from scrimp.planner.layout.contenders import Misfit
 from scrimp.planner.layout.explained import (
     Beside,
@@ -139,7 +140,8 @@ def summary(answer: Answer, goal: Goal) -> str:
     today = seconds_today(found.best[0].setting, seconds)
     if today is not None:
         lines.append(f"{today:.3g} s a step as Scrimp runs today, {_TODAY}")
-    lines += _blocks_lines(found.best[0], question)
+    price = price_text(found.best[0].setting, seconds)
+    lines += ([] if price is None else [price]) + _blocks_lines(found.best[0], question)
     lines.append("split: per cent of a step that is computing, exchanges that nothing hides, and bubble")
     lines.append(f"{found.tried:,} settings tried, of which {found.too_large:,} do not fit")
     return "\n".join(lines)

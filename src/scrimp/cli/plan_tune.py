@@ -206,6 +206,8 @@ def _predicted(
                     compute=one.precision_rules.compute,
                     compiled=one.train.compile == "on",
                     states=run_states(one.optimizer),
+                    deterministic=one.train.deterministic,
+                    documents=one.data.mask_documents,
                 ),
                 recompute=_AGAIN.get(one.memory.activations, NONE),
             )

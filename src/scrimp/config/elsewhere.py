@@ -277,9 +277,10 @@ _ANSWERS: dict[str, Answer] = {
     **_named("resume", "resume_from_step", note="beside run.dir, the folder of the run"),
     **_named("model.width", "aspect_ratio"),
     **_none("leave it out: it is model.width / model.num_heads", "head_dim head_size"),
-    **_none(
-        "leave it out: runs are deterministic by themselves",
-        "full_determinism deterministic use_deterministic_algorithms",
+    **_named(
+        "train.deterministic",
+        "full_determinism use_deterministic_algorithms deterministic_mode",
+        note="true unless it is set to false",
     ),
     **_none(
         "leave it out: the loss counts every token",

@@ -35,6 +35,7 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "train.micro_batch",
         "train.loss_chunk",
         "train.compile",
+        "train.deterministic",
         "layout.dp",
         "layout.fsdp",
         "layout.cp",

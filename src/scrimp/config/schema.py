@@ -166,6 +166,10 @@ class TrainConfig:
     (512 MiB on CUDA), else the power of two that does."""
     compile: Switch = "auto"
     """torch.compile per block. auto: on for CUDA, off on CPU."""
+    deterministic: bool = True
+    """Kernels whose sums come in one order: a run repeats itself bit for bit, and one that was interrupted goes on as
+    if it had not been. false: on a GPU the fastest kernels of attention; runs agree up to rounding, which grows. On a
+    CPU nothing changes."""
     nonfinite_patience: int = 5
     """Skipped steps in a row (non-finite loss or gradients) after which the run stops."""
 

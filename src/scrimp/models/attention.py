@@ -66,6 +66,7 @@ from scrimp.models.flash import (
     flash_operators,
     flash_runs,
     flash_takes,
+    gpu_of,
     rows_at_once,
 )
 from scrimp.models.functions import runs_cpu_functions, uses_cpu_functions
@@ -127,6 +128,7 @@ class AttentionLayout:
         dtype: torch.dtype,
         compiled: bool = False,
         parallel: ContextParallel | None = None,
+        documents: bool = False,
     ) -> AttentionLayout:
         """Choose the route for these rows.
 
@@ -139,6 +141,7 @@ class AttentionLayout:
                 every batch must not become part of the program.
             parallel: the ranks that share these rows; then tokens_BT are this rank's, and document_starts
                 those of whole rows.
+            documents: rows of other batches may hold several, though these do not.
 
         Raises:
             ConfigError, DeviceError: these ranks cannot share them.
@@ -153,7 +156,9 @@ class AttentionLayout:
         window = attends.window
         if window is not None and window >= max(lengths):
             window = None
-        pieces = _pieces(attends, lengths, length, window, device, dtype)
+        is_whole = window is None and document_starts is None and not documents
+        by_cudnn = is_whole and gpu_of(device).prefers_cudnn
+        pieces = None if by_cudnn else _pieces(attends, lengths, length, window, device, dtype)
         if pieces is not None:
             return make("pieces", pieces=pieces)
         if device.type == "cpu" and not compiled and runs_cpu_functions():
@@ -187,7 +192,7 @@ class AttentionLayout:
             documents: rows may hold several.
             stands_for_gpu: a CPU is asked for the sake of a GPU.
         """
-        found = cls.prepare(attends, tokens_BT, None, dtype=dtype, compiled=compiled)
+        found = cls.prepare(attends, tokens_BT, None, dtype=dtype, compiled=compiled, documents=documents)
         keeps_apart = stands_for_gpu and flash_takes(tokens_BT.device, dtype, attends.head_size)
         if keeps_apart and found.mask is not None:
             # The kernel knows windows and documents.
@@ -285,8 +290,9 @@ def fuses_attention(
     """Whether a run uses one kernel for this attention on a GPU.
 
     Not in fp32, and not below compute capability 8.0: flash attention takes 16 bits from there on. The memory-efficient
-    kernel takes 32 bits and older cards, but Scrimp does not use it: that its backward pass repeats itself was not
-    tested on a GPU (`scrimp.runtime.determinism`). Scores of T x T are then in memory.
+    kernel takes 32 bits and older cards, but Scrimp does not use it, whatever `train.deterministic` says: that its
+    backward pass repeats itself was not tested on a GPU, and no account knows its bytes (`scrimp.runtime.determinism`).
+    Scores of T x T are then in memory.
 
     Args:
         masks: documents or a window keep tokens apart, which flash attention does for heads of whole multiples of 8.

@@ -1,10 +1,11 @@
 """Flash attention over a few rows at a time: what its backward pass needs for itself stays bounded.
 
-Problem  Training runs deterministic kernels. The backward kernel then sums the queries' gradient in several copies in
-         fp32, one for each group of blocks of keys, so that all multiprocessors have work, and adds the copies.
+Problem  A deterministic backward kernel (`train.deterministic`) sums the queries' gradient in several copies in
+         fp32, one for each group of blocks of keys, so that all multiprocessors have work, and adds the copies; another
+         one adds into one copy, in any order.
          With D documents in a call, H query heads of size K, S multiprocessors and T tokens in all::
 
-             copies  n = ceil(S / (D H))
+             copies  n = ceil(S / (D H)), or 1
              bytes   4 H (T + 128 D) (n K' + 1)          K' = K rounded up to 32, above 128 to 64
                      + 4 T H K                           where query heads share keys: gradients of their own
 
@@ -15,6 +16,8 @@ Method   Rows know nothing of each other. So the kernel runs over pieces of a fe
          the kernel and by the product that reads them.
          Pieces are packed documents to the kernel (cumulative starts), so that one call serves rows with one document
          and with many, with a window and without.
+cuDNN    Where torch may take cuDNN's kernel (`Gpu.prefers_cudnn`) rows whose documents are not kept apart go together:
+         pieces are a call of FlashAttention's.
 Cut      The most rows that keep the bound with documents of `MEAN_TOKENS` or more on average; where none do, those that
          take least. A batch of shorter documents that would pass both the bound and what was planned goes row by
          row. Fewer rows are not always less: they have more copies.
@@ -49,6 +52,8 @@ State = tuple[Tensor, ...]
 
 FLASH_CAPABILITY = (8, 0)
 """From which on flash attention runs on a GPU."""
+CUDNN_CAPABILITIES = ((9, 0), (10, 0))
+"""On which torch prefers cuDNN's attention, if that is recent and need not repeat itself (sdp_utils.cpp)."""
 WORKSPACE_BYTES: dict[str, int] = {"cuda": 2**28}
 """By device: what the backward pass of one call may take, unless one row takes more. None here: no bound."""
 MEAN_TOKENS = 128
@@ -63,6 +68,13 @@ class Gpu:
 
     multiprocessors: int = 132
     capability: tuple[int, int] = (9, 0)
+    deterministic: bool = True
+    """Whether the run wants kernels that repeat themselves."""
+
+    @property
+    def prefers_cudnn(self) -> bool:
+        """Whether torch takes cuDNN's attention where nothing keeps tokens apart."""
+        return not self.deterministic and self.capability in CUDNN_CAPABILITIES
 
 
 STAND_IN: dict[str, Gpu] = {}
@@ -78,20 +90,27 @@ class Heads:
     size: int
     multiprocessors: int
     """The device's number of multiprocessors."""
+    deterministic: bool = True
 
     @classmethod
     def of(cls, attends: AttentionSpec, device: torch.device) -> Heads:
         """The heads of a block on a device."""
         a = attends
-        return cls(a.num_heads, a.num_kv_heads, a.head_size, gpu_of(device).multiprocessors)
+        gpu = gpu_of(device)
+        return cls(a.num_heads, a.num_kv_heads, a.head_size, gpu.multiprocessors, gpu.deterministic)
+
+    def copies(self, documents: int) -> int:
+        """In how many a call of so many documents sums the queries' gradient."""
+        return -(-self.multiprocessors // (documents * self.queries)) if self.deterministic else 1
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """A GPU as it is; on a CPU, the GPU that it stands for."""
+    """A GPU as it is, with the kernels that are in force; on a CPU, the GPU that it stands for."""
     if device.type != "cuda":
         return STAND_IN.get(device.type, Gpu())
     count = int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return Gpu(count, torch.cuda.get_device_capability(device))
+    capability = torch.cuda.get_device_capability(device)
+    return Gpu(count, capability, torch.are_deterministic_algorithms_enabled())
 
 
 def flash_takes(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
@@ -113,8 +132,8 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def backward_bytes(heads: Heads, tokens: int, documents: int) -> int:
-    """What the backward pass of one call takes for itself, deterministic, in bf16 or fp16."""
-    copies = -(-heads.multiprocessors // (documents * heads.queries))
+    """What the backward pass of one call takes for itself, in bf16 or fp16."""
+    copies = heads.copies(documents)
     step = 32 if heads.size <= 128 else 64
     padded = -(-heads.size // step) * step
     sums = 4 * heads.queries * (tokens + _PADDING * documents) * (copies * padded + 1)
@@ -128,7 +147,7 @@ def most_backward_bytes(heads: Heads, rows: int, length: int) -> int:
     tokens = rows * length
     most = max(rows, tokens // MEAN_TOKENS)
     # More documents take more, except where there is one copy less of everything; of one copy, the most take most.
-    one_copy = -(-heads.multiprocessors // heads.queries)
+    one_copy = heads.copies(1)  # documents from which on there is one
     counts = {*range(rows, min(most, one_copy) + 1), most}
     return max(backward_bytes(heads, tokens, documents) for documents in counts)
 

@@ -13,7 +13,7 @@ Method   One real block of each class of formats, then the model without its blo
 
          since a level makes again what the one before does, and more: noise must not say otherwise.
          Blocks run as they train: compiled where the run compiles them (the first pass of each level, which
-         compiles it, does not count); by deterministic kernels, which the caller sees to.
+         compiles it, does not count); by the kernels of `train.deterministic`, which the caller sees to.
 Limits   Rows hold one document each. What needs more memory than there is is not measured. Compiling is not part of
          the time that the caller foresees: it takes seconds a level, once, and the compiler's cache serves the run.
 Checked  tests/profiler/test_block_times.py

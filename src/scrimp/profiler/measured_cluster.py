@@ -49,7 +49,7 @@ from scrimp.planner.hardware import (
 )
 from scrimp.planner.hardware import Device as HardwareDevice
 from scrimp.planner.layout.kernels import LONG_KEYS, NARROW_HEADS, WIDE_HEAD
-from scrimp.planner.layout.software import Software, in_states, software
+from scrimp.planner.layout.software import Software, in_states, software, with_attention
 from scrimp.planner.layout.state_formats import MOMENTS, StateFormats
 from scrimp.precision import HIGH_PRECISION, LinearPrecision
 from scrimp.profiler.device import Device
@@ -168,16 +168,24 @@ def cluster_of(
 
 
 def software_here(
-    cluster: Cluster, device_type: str, *, compute: str, compiled: bool, states: StateFormats | None = None
+    cluster: Cluster,
+    device_type: str,
+    *,
+    compute: str,
+    compiled: bool,
+    states: StateFormats | None = None,
+    deterministic: bool = True,
+    documents: bool = True,
 ) -> Software:
     """Scrimp's own step in this working format.
 
     Args:
         states: formats of weights and moments; None: masters beside bf16, and moments in fp32.
+        deterministic, documents: as of `with_attention`; of a measured device attention is what was measured.
 
     On a CPU host and device are one: every operation costs its launch, and no exchange runs beside computing.
     """
-    found = software("scrimp")
+    found = with_attention(software("scrimp"), deterministic=deterministic, documents=documents)
     if not compiled:
         found = replace(found, traffic=EAGER[device_type], host_ops=EAGER_HOST_OPS)
     if compute != "fp32":

@@ -48,7 +48,13 @@ def cluster_here(device: Device, *, compute: str, recipe: str | None) -> Cluster
         return _in_float32(found) if compute == "fp32" else found
     rates = device.world.once(
         "measuring what the device reaches",
-        lambda: _rates_once(device.torch_device, device.name, compute, recipe if device.is_host else None),
+        lambda: _rates_once(
+            device.torch_device,
+            device.name,
+            compute,
+            recipe if device.is_host else None,
+            torch.are_deterministic_algorithms_enabled(),
+        ),
         write=dataclasses.asdict,
         read=lambda told: RankRates(**told),
     )
@@ -56,7 +62,10 @@ def cluster_here(device: Device, *, compute: str, recipe: str | None) -> Cluster
 
 
 @cache
-def _rates_once(here: torch.device, name: str, compute: str, recipe: str | None) -> RankRates:
+def _rates_once(
+    here: torch.device, name: str, compute: str, recipe: str | None, is_deterministic: bool
+) -> RankRates:
+    """Once for each kind of kernels that the caller has put in force."""
     alone = Device(here, name, 0, "", ALONE)
     return measure_rates(alone, compute=compute, recipe=recipe)
 

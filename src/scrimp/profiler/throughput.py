@@ -2,7 +2,7 @@
 
 A dry run starts nothing, so it can only tell a speed that was measured before. Each run leaves
 its median rate in a small JSON file in the user's cache folder, keyed by what decides the rate most:
-model, device, torch, precision, sequence, micro-batch, compile, layout. The file is a
+model, device, torch, precision, sequence, micro-batch, compile, deterministic kernels, layout. The file is a
 convenience: when it cannot be written or read, the rate is simply not known.
 """
 
@@ -27,6 +27,8 @@ def _key(plan: Plan, config: Config) -> str:
     mark, train = plan.fingerprint, config.train
     parts = [mark.model, mark.device, mark.torch, config.precision, train.parameters, train.compile]
     parts += [f"sequence {train.sequence}", f"micro-batch {train.micro_batch}"]
+    if not train.deterministic:
+        parts.append("not deterministic")
     if mark.world_size > 1:
         parts.append(plan.layout.text)
     return " | ".join(parts)

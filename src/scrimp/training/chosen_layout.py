@@ -211,6 +211,8 @@ def program_of(config: ResolvedConfig, cluster: Cluster, device_type: str) -> So
         compute=config.precision_rules.compute,
         compiled=config.train.compile == "on",
         states=run_states(config.optimizer),
+        deterministic=config.train.deterministic,
+        documents=config.data.mask_documents,
     )
 
 

@@ -39,7 +39,8 @@ _FASTEST, _HALVINGS = 100.0, 40
 def rates_of_run(config: ResolvedConfig, architecture: Architecture, device: Device) -> RankRates:
     """The mean of what the ranks reach in the run's model; a collective where there are several."""
     rules, recipes = config.precision_rules, low_recipes(config)
-    rates = rates_of_ranks(device, compute=rules.compute, recipe=recipes[0] if recipes else None)
+    with deterministic(device.torch_device, config.train.deterministic):
+        rates = rates_of_ranks(device, compute=rules.compute, recipe=recipes[0] if recipes else None)
     expected = predicted_block(rates, config, architecture, device, recipe="bf16")
     if device.world.largest(2 * ROUNDS * expected) > LIMIT_S:
         return rates
@@ -110,7 +111,7 @@ def _measured(
         timed = dataclasses.replace(timed, classes=(tuple(plain for _ in timed.classes[0]),))
     here = device.torch_device
     device.world.barrier()
-    with deterministic(here):
+    with deterministic(here, config.train.deterministic):
         found = measure_blocks(
             timed, ("keep",), here, preferred_backends(here, config.backend), rounds=ROUNDS
         )

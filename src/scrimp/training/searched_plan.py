@@ -8,6 +8,7 @@ Method   Each choice has its setting, and the run's own config.toml keeps it; th
              micro-batch, batch          train.*             recompute, offload      memory.activations
              formats                     precision           states on the host      memory.optimizer, ...
              formats of states           train.parameters, optimizer.master_weights, optimizer.moments
+             torch's kernel of attention train.deterministic, data.mask_documents
 
          full recomputation is the level `block`, selective `norms` (what Scrimp's file counts).
 Refused  What has no setting, all of it by name, and hardware that is not this machine: another number of devices, on
@@ -31,6 +32,7 @@ from scrimp.models import full_name
 from scrimp.models.shapes import ModelShape
 from scrimp.planner.hardware import Cluster
 from scrimp.planner.layout.execution import Execution
+from scrimp.planner.layout.kernels import TORCH
 from scrimp.planner.layout.lines import Line, setting_of
 from scrimp.planner.layout.setting import BlockPlan, Setting
 from scrimp.planner.layout.stages import block_plans
@@ -87,6 +89,7 @@ def settings_of(line: Line, setting: Setting) -> dict[str, Any]:
         **_states(setting),
         **choices_of(setting),
         **({"train.compile": "off"} if setting.software.name == UNCOMPILED else {}),
+        **_unordered(setting),
     }
 
 
@@ -97,6 +100,13 @@ def _states(setting: Setting) -> dict[str, Any]:
         return {}
     chosen = {"optimizer.master_weights": states.masters, "optimizer.moments": states.moments}
     return {"train.parameters": "bf16"} | chosen
+
+
+def _unordered(setting: Setting) -> dict[str, Any]:
+    """What allows torch's own choice of a kernel of attention, where the plan has that."""
+    if setting.software.attention_kernel != TORCH:
+        return {}
+    return {"train.deterministic": False, "data.mask_documents": False}
 
 
 def choices_of(setting: Setting) -> dict[str, Any]:

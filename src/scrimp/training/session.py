@@ -167,7 +167,7 @@ def _train_in(run_dir: Path, start: Start, began: float) -> RunSummary:
         announce(trainer.run, run_dir, start)
         try:
             with world.together("training"), _named_failures(trainer):
-                with deterministic(trainer.run.executable.device):
+                with deterministic(trainer.run.executable.device, trainer.run.train.deterministic):
                     trainer.train(signals)
                 return finish(run_dir, trainer, signals)
         except TrainingError as failure:

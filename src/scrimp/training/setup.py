@@ -259,7 +259,8 @@ def decide(
     ranks = ranks_of(config.layout) if plans_ahead and world.size == 1 else world.size
     _check(config, ranks)
     device = resolve_device(config.device, world)
-    refuse_undetermined(device.torch_device)
+    if config.train.deterministic:
+        refuse_undetermined(device.torch_device)
     if architecture is None:
         weights = architecture_of_weights(config.model.weights) if config.model.weights else None
         architecture = base_architecture(config, weights)

@@ -101,6 +101,40 @@ def test_an_older_kernel_is_slower_on_a_slower_card_too() -> None:
         assert less[1] > less[0] > whole[0]
 
 
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_torch_chooses_is_the_best_only_where_it_has_cudnn_and_whole_rows(
+    name: str, backward: bool
+) -> None:
+    def seconds(kernel: str, *, in_parts: bool = False) -> float:
+        return Kernels(load_device(name), attention_kernel=kernel).attention(
+            1e9, 8192.0, keys=8192, head_size=128, backward=backward, in_parts=in_parts
+        )
+
+    has_cudnn = name in ("h100", "h100-96", "h200", "b200", "gb200")
+    assert seconds("torch") == seconds("best" if has_cudnn else "flash-2")
+    assert seconds("torch", in_parts=True) == seconds("flash-2")
+    # A B300 has a faster kernel, which torch does not take by itself; cards have FlashAttention-2 as their best.
+    is_slower = has_cudnn or name in ("b300", "gb300")
+    assert (seconds("flash-2") > 1.3 * seconds("best")) is is_slower
+    assert is_slower or seconds("flash-2") == seconds("best")
+
+
+def test_an_older_kernel_is_about_as_fast_on_a_b200_as_on_an_h100() -> None:
+    """tritonbench PR 171: 361.6 TFLOP/s at 8,192 tokens."""
+
+    def rate(name: str, *, backward: bool) -> float:
+        kernels, pairs = Kernels(load_device(name), attention_kernel="flash-2"), 8192.0**2 / 2
+        flops = (5.0 if backward else 2.0) * pairs * 8192.0
+        return flops / kernels.attention(pairs, 8192.0, keys=8192, head_size=128, backward=backward)
+
+    assert rate("b200", backward=False) == pytest.approx(361.6e12, rel=0.03)
+    for backward in (False, True):
+        assert rate("h100", backward=backward) < rate("b200", backward=backward)
+        assert rate("b200", backward=backward) < 1.2 * rate("h100", backward=backward)
+        assert rate("gb300", backward=backward) == pytest.approx(rate("b200", backward=backward))
+
+
 def test_scores_in_memory_cost_their_square() -> None:
     """Twice the tokens of a sequence are four times the scores; no flash kernel is as slow."""
     device = load_device("a100-80")

@@ -164,6 +164,11 @@ def test_a_setting_fits_where_devices_and_hosts_hold_it() -> None:
             "ranks of a pipeline keep all on their devices",
         ),
         ({"states": {"masters": False}, "offload": {"master": True}}, "there are no masters"),
+        ({"attention_kernel": "cudnn"}, "attention_kernel cudnn is not one of software scrimp"),
+        (
+            {"attention_kernel": "torch", "software": "megatron"},
+            "attention_kernel torch is not one of software megatron",
+        ),
         ({"recompute": 33}, "recompute is more blocks than the model has"),
         ({"blocks": [{"formats": [["mlp.dwn.wgrad", "fp8"]]}] * 32}, "did you mean mlp.down.wgrad"),
     ],
@@ -262,6 +267,7 @@ def test_lines_end_where_the_file_says_so(tmp_path: Path, capsys: pytest.Capture
             + [{"gathered": True}] * 31
         },
         {"software": "megatron", "precision": "fp8_tensor"},
+        {"attention_kernel": "torch"},
     ],
 )
 def test_a_line_that_is_written_reads_as_the_same_setting(change: dict[str, Any]) -> None:

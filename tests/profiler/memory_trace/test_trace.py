@@ -19,7 +19,7 @@ from scrimp.config.activations import ALL_ACTIVATIONS, LEVELS
 from scrimp.errors import PlanError
 from scrimp.formats import grouping
 from scrimp.models import spec_of
-from scrimp.models.flash import Gpu
+from scrimp.models.flash import Gpu, Heads, most_backward_bytes
 from scrimp.models.functions import rms_norm
 from scrimp.objectives import cross_entropy as loss
 from scrimp.optim.adamw_run import AdamWMemory
@@ -173,6 +173,25 @@ def test_older_gpus_hold_the_scores_of_attention_in_bf16(parameters: str, kv_hea
     assert kept((7, 5)) - kept((8, 0)) == unfused - fused
     assert kept((7, 0)) == kept((7, 5))
     assert kept((8, 0)) == kept((8, 9)) == kept((9, 0)) == kept((12, 0))
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.slow
+def test_sums_in_any_order_take_the_bytes_of_one_copy(documents: bool) -> None:
+    def peaks(deterministic: bool) -> tuple[int, int]:
+        gpu = Gpu(132, (9, 0), deterministic)
+        found = traced(device_functions="cuda", documents=documents, gpu=gpu).classes[0].choices["keep"]
+        return found.kept, found.backward_peak
+
+    def workspace(deterministic: bool) -> int:
+        a = LLAMA
+        heads = Heads(a.num_heads, a.num_kv_heads, a.head_size, 132, deterministic)
+        return most_backward_bytes(heads, 2, 256)
+
+    (kept, ordered), (kept_free, free) = peaks(True), peaks(False)
+    assert kept_free == kept
+    more = workspace(True) - workspace(False)
+    assert 0.8 * more < ordered - free <= more, "without its copies another part of the block takes most"
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from scrimp.formats import Noise
 from scrimp.gemm.backends import NumbaBackend
 from scrimp.gemm.problem import AXES, Use, operands_of
+from scrimp.models.flash import Gpu
 from scrimp.profiler.memory_trace import StorageTracker
 from scrimp.profiler.memory_trace.remembered import RememberedBackend
 from scrimp.profiler.memory_trace.workspace import WorkspaceRule, cpu_workspace, cuda_workspace
@@ -103,7 +104,7 @@ def test_workspace_of_attentions_backward_pass(dtype: torch.dtype, shape: tuple[
     assert hidden <= cpu_workspace(flash, arguments, {}) <= 1.6 * hidden
 
 
-@pytest.mark.parametrize("rule", [cpu_workspace, cuda_workspace(132)])
+@pytest.mark.parametrize("rule", [cpu_workspace, cuda_workspace(Gpu())])
 def test_workspace_of_a_softmax_that_knows_empty_rows(rule: WorkspaceRule) -> None:
     scores, softmax = torch.randn(2, 4, 96, 128), torch.ops.aten._safe_softmax.default
     hidden = hidden_bytes(lambda: (softmax(scores, -1),))

@@ -12,7 +12,7 @@ Calls    On a CPU each tile is a call, of which those with a window are cut into
          variable-length kernel, and a tile that is alone of its kind is a call on views.
 Cost     CPU: about 0.2 ms for a call, its merge and its gradients, so that documents of fewer than 16 tokens on a rank
          cost more than they compute. A strip's mask takes (left + 64) (2 left + 64) numbers at most, and never more
-         than its tile. CUDA: what is packed is copied; deterministic, the kernel's backward pass takes
+         than its tile. CUDA: what is packed is copied; the kernel's backward pass takes
          `scrimp.models.flash.backward_bytes` for all rows at once.
 Limits   CUDA's kernel takes 16 bits and heads of whole multiples of 8, at most 256. CUDA's calls were checked for
          shapes, and their packing against a reference of the kernel on the CPU; they have not run on a GPU.

@@ -72,6 +72,7 @@ def setting_json(setting: Setting) -> dict[str, Any]:
         "offload": dataclasses.asdict(setting.offload),
         "precision": setting.precision,
         "states": dataclasses.asdict(setting.software.states),
+        "attention_kernel": setting.software.attention_kernel,
     }
 
 

@@ -20,7 +20,7 @@ from scrimp.planner.layout.format_budget import FormatBudget
 from scrimp.planner.layout.given_memory import given_memory
 from scrimp.planner.layout.lines import PRECISIONS
 from scrimp.planner.layout.questions import Question
-from scrimp.planner.layout.software import in_states, software_for
+from scrimp.planner.layout.software import in_states, software_for, with_attention
 from scrimp.planner.layout.state_formats import states_of
 from scrimp.planner.precision.profile import PrecisionProfile
 
@@ -29,6 +29,7 @@ READ = (
     *("budget.host_memory", "budget.device_memory"),
     *("memory.activations", "memory.optimizer", "memory.gradients", "memory.weights"),
     *("train.parameters", "optimizer.name", "optimizer.master_weights", "optimizer.moments"),
+    *("train.deterministic", "data.mask_documents"),
 )
 """Settings that are read beside model, batch, layout and precision."""
 
@@ -69,7 +70,11 @@ def question_asked(
         cluster=_with_budget(cluster, config),
         sequence=sequence,
         global_batch=global_batch,
-        software=in_states(program, states_of(config.train, config.optimizer)),
+        software=with_attention(
+            in_states(program, states_of(config.train, config.optimizer)),
+            deterministic=config.train.deterministic,
+            documents=config.data.mask_documents,
+        ),
         precision=precision,
         formats=formats,
         given=given,

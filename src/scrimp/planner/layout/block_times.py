@@ -344,7 +344,13 @@ def _attention(block: BlockSpec, setting: Setting, kernels: Kernels, *, backward
         seen = setting.sequence
         pairs = setting.micro_batch * setting.sequence * (setting.sequence + 1) / 2 / layout.cp
     return kernels.attention(
-        pairs, widths, keys=seen, head_size=attends.head_size, backward=backward, in_8_bits=eight
+        pairs,
+        widths,
+        keys=seen,
+        head_size=attends.head_size,
+        backward=backward,
+        in_8_bits=eight,
+        in_parts=seen < setting.sequence or (layout.cp > 1 and layout.cp_method != "ulysses"),
     )
 
 

@@ -38,11 +38,18 @@ KINDS: dict[str, Kind] = {
 }
 """Recipes whose products a hardware file has under another name. E2M1 under float32 scales runs as E4M3."""
 KNOWN: tuple[Kind, ...] = get_args(Kind)
-FLASH_2_ON = ("h100", "h100-96", "h200")
-"""Devices for which FlashAttention-2 has no kernels of its own."""
-FLASH_2 = (0.58, 0.6)
-"""Shares of the rate there that it reaches, forward and backward: 350 of 616 TFLOP/s, about 305 of 515 (Shah et al.,
-arXiv 2407.08608, section 1 and figures 5 and 6)."""
+BEST, FLASH_2, TORCH, UNFUSED, FLASH_TRITON = "best", "flash-2", "torch", "unfused", "flash-triton"
+_HOPPER, _BLACKWELL = (0.58, 0.6), (361e12, 334e12)
+"""What FlashAttention-2 reaches where it has no kernels of its own, forward and backward. On H100s shares of the rate:
+350 of 616 TFLOP/s, about 305 of 515 (Shah et al., arXiv 2407.08608, section 1 and figures 5 and 6). On B200s FLOP/s,
+hardly more than there: heads of 128 at 8,192 tokens (tritonbench PR 171), and of 64 without mask at 16,384
+(flash-attention issue 1589: 379 and 334; 343 and 329 at 8,192, where an H100 has 310 and 299 by PR 2688). That of a
+B300 is taken to be as fast as a B200's, which nobody has published."""
+FLASH_2_SHARES = dict.fromkeys(("h100", "h100-96", "h200"), _HOPPER)
+FLASH_2_RATES = dict.fromkeys(("b200", "gb200", "b300", "gb300"), _BLACKWELL)
+CUDNN_ON = (*FLASH_2_SHARES, "b200", "gb200")
+"""Devices on which torch takes cuDNN's kernel, if sums may come in any order: compute capability 9.0 and 10.0, not the
+B300's 10.3 (torch, sdp_utils.cpp)."""
 LONG_KEYS = 16384.0
 """Keys at which hardware files give attention's rate."""
 OLDER_KEYS_HALF = 300.0
@@ -57,7 +64,6 @@ FP8_ATTENTION = {False: (1.26, 0.92), True: (1.47, 1.31)}
 attention: geometric means of GB200 and GB300 at 4,096 tokens (cudnn-frontend 3929da2,
 benchmark/sdpa_benchmark_training/results, llama3.1 and dsv3, April 2026). Backward it goes through all keys, whatever
 the window (gpt_oss there: 2.1 ms, 0.47 in bf16)."""
-UNFUSED, FLASH_TRITON = "unfused", "flash-triton"
 TRITON_SLOWER = 1.8
 """FlashAttention-2 is 1.3 to 2.5 times as fast as the first FlashAttention in Triton (arXiv 2307.08691, section 4.1):
 the geometric mean."""
@@ -77,8 +83,9 @@ class Kernels:
 
     Args:
         launch_seconds: that each kernel adds.
-        attention_kernel: best; flash-2, which does not use what newer devices have; flash-triton, the first one
-            in Triton; unfused, scores in memory.
+        attention_kernel: best; flash-2, which does not use what newer devices have; torch, that is the best
+            on `CUDNN_ON` and for whole rows, else flash-2; flash-triton, the first one in Triton; unfused, scores in
+            memory.
     """
 
     device: Device
@@ -109,6 +116,7 @@ class Kernels:
         head_size: int,
         backward: bool = False,
         in_8_bits: bool = False,
+        in_parts: bool = False,
     ) -> float:
         """Seconds of the kernel.
 
@@ -116,28 +124,34 @@ class Kernels:
             pairs: of queries and keys that they see, of all rows.
             widths: numbers of a token's queries and of its results, all heads.
             keys: that a query sees at most.
+            in_parts: a window hides keys, or ranks pass them on.
         """
         if self.attention_kernel == UNFUSED:
             scores = 2.0 * pairs * widths / (2.0 * head_size)
             rate = self.device.rate("bf16", head_size) or 1.0
             flops = (4.0 if backward else 2.0) * 2.0 * pairs * widths
             return flops / rate + self.moved(SCORE_BYTES[backward] * scores, kernels=6)
-        achieved = self.device.achieved
-        forward, back = achieved.attention_forward, achieved.attention_backward
-        if self.attention_kernel != "best" and self.device.name in FLASH_2_ON:
-            forward, back = forward * FLASH_2[0], back * FLASH_2[1]
-        if self.attention_kernel == FLASH_TRITON:
-            forward, back = forward / TRITON_SLOWER, back / TRITON_SLOWER
-        half = self.device.shape.keys_half
-        if self.attention_kernel != "best":
-            half = min(half, OLDER_KEYS_HALF)
-        share = (back if backward else forward) * keys / (keys + half) * (1.0 + half / LONG_KEYS)
+        share, half = self._attention_share(backward=backward, in_parts=in_parts)
+        share *= keys / (keys + half) * (1.0 + half / LONG_KEYS)
         if head_size < WIDE_HEAD:
             share *= NARROW_HEADS if half > OLDER_KEYS_HALF else OLDER_NARROW_HEADS
         if in_8_bits:
             share *= FP8_ATTENTION[head_size > WIDE_HEAD][backward]
         flops = (5.0 if backward else 2.0) * pairs * widths
         return flops / (self.device.peak.bf16 * share) + self.launch_seconds
+
+    def _attention_share(self, *, backward: bool, in_parts: bool) -> tuple[float, float]:
+        """Share of bf16's peak for many keys, and the keys for which it is half of that."""
+        device, kernel = self.device, self.attention_kernel
+        achieved, half = device.achieved, device.shape.keys_half
+        share = achieved.attention_backward if backward else achieved.attention_forward
+        if kernel == BEST or (kernel == TORCH and device.name in CUDNN_ON and not in_parts):
+            return share, half
+        if device.name in FLASH_2_SHARES:
+            share, half = share * FLASH_2_SHARES[device.name][backward], OLDER_KEYS_HALF
+        elif device.name in FLASH_2_RATES:
+            share, half = FLASH_2_RATES[device.name][backward] / device.peak.bf16, OLDER_KEYS_HALF
+        return share / TRITON_SLOWER if kernel == FLASH_TRITON else share, half
 
     def moved(self, num_bytes: float, *, kernels: int = 1) -> float:
         """Seconds of reading and writing so much in all."""

@@ -28,11 +28,12 @@ from scrimp.planner.layout.block_activations import NAMED
 from scrimp.planner.layout.block_choices import has_room_as_planned
 from scrimp.planner.layout.degree_checks import check_degrees
 from scrimp.planner.layout.execution import Execution, check_execution, usual_execution
+from scrimp.planner.layout.kernels import FLASH_2, TORCH
 from scrimp.planner.layout.pass_orders import SCHEDULES
 from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, BlockPlan, Offload, Setting
 from scrimp.planner.layout.shape_files import check_shape, read_shape
-from scrimp.planner.layout.software import Software, in_states, software_for
+from scrimp.planner.layout.software import OWN, Software, in_states, software, software_for
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 from scrimp.planner.layout.state_formats import StateFormats
 from scrimp.planner.layout.today import seconds_today
@@ -84,6 +85,8 @@ class Line:
     software: str = "scrimp"
     states: StateFormats = field(default_factory=StateFormats)
     """In which formats Scrimp keeps weights and moments."""
+    attention_kernel: str = ""
+    """Of Scrimp: torch, that of rows without documents whose sums may come in any order; empty: the software's own."""
     execution: Execution | None = None
     """What users of Megatron set beside the layout: graphs, how tokens travel to experts; None: what most do."""
     id: str | int | None = None
@@ -170,8 +173,15 @@ def line_of(setting: Setting, model: str | ModelShape, hardware: str) -> Line:
         blocks=setting.blocks,
         software=setting.software.name,
         states=setting.software.states,
+        attention_kernel=_other_kernel(setting.software),
         execution=None if setting.execution == _usual(setting) else setting.execution,
     )
+
+
+def _other_kernel(found: Software) -> str:
+    """The kernel of attention, where it is not that of the program's file."""
+    is_own = found.attention_kernel == software(found.name).attention_kernel
+    return "" if is_own else found.attention_kernel
 
 
 def _usual(setting: Setting) -> Execution:
@@ -250,8 +260,18 @@ def sizes_of_line(line: Line) -> ModelSizes:
 
 
 def _software(line: Line) -> Software:
-    """The program that a line names, with the states that it asks for."""
-    return in_states(software_for(line.software, line.precision, line.layout.schedule), line.states)
+    """The program that a line names, with the states and the kernel of attention that it asks for."""
+    found = in_states(software_for(line.software, line.precision, line.layout.schedule), line.states)
+    kernel = line.attention_kernel
+    if kernel in ("", found.attention_kernel):
+        return found
+    if found.name not in OWN or kernel not in (FLASH_2, TORCH):
+        raise ConfigError(
+            f"attention_kernel {kernel} is not one of software {found.name}",
+            expected=f"{FLASH_2} or {TORCH}" if found.name in OWN else found.attention_kernel,
+            do="leave it out for the software's own",
+        )
+    return replace(found, attention_kernel=kernel)
 
 
 def sharded(layout: LayoutLine) -> LayoutLine:

@@ -20,6 +20,7 @@ from scrimp.config import nearest_word
 from scrimp.config.pipeline import V_SHAPED
 from scrimp.errors import ConfigError
 from scrimp.planner.hardware import Device
+from scrimp.planner.layout.kernels import FLASH_2, TORCH
 from scrimp.planner.layout.state_formats import StateFormats
 from scrimp.precision import GEMMS
 from scrimp.precision import recipe as recipe_of
@@ -50,7 +51,8 @@ class Software:
     """Operations that the host launches until attention runs, after it has waited for the length of a sequence; 0: it
     does not wait."""
     attention_kernel: str
-    """best: that of the hardware's own generation; flash-2; flash-triton; unfused: scores of all tokens in memory."""
+    """best: that of the hardware's own generation; flash-2; torch: what it chooses where sums may come in any order and
+    documents are not kept apart (`kernels`); flash-triton; unfused: scores of all tokens in memory."""
     traffic: float
     """Bytes that blocks move for one that must be, where nothing is multiplied."""
     quantize_bytes: float
@@ -301,6 +303,19 @@ def in_states(found: Software, states: StateFormats) -> Software:
         gradient_sum_bytes=states.sum_bytes,
         optimizer_bytes=states.update_bytes + states.clip_bytes,
     )
+
+
+def with_attention(found: Software, *, deterministic: bool, documents: bool) -> Software:
+    """A program with the kernel of attention that a run's settings allow; another's is that of its file.
+
+    torch's kernel for rows of several documents is FlashAttention-2, whatever the order of its sums.
+
+    Args:
+        deterministic, documents: `train.deterministic`, `data.mask_documents`.
+    """
+    if found.name not in OWN:
+        return found
+    return replace(found, attention_kernel=FLASH_2 if deterministic or documents else TORCH)
 
 
 @cache

@@ -252,12 +252,14 @@ class _Account:
         attends, setting = block.attention, self.setting
         keys, _ = attends.keys(setting.sequence)
         pairs, widths = self.tokens * keys, attends.width + value_width(attends)
+        seen = min(setting.sequence, attends.window or setting.sequence)
         seconds = self.kernels.attention(
             pairs,
             widths,
-            keys=min(setting.sequence, attends.window or setting.sequence),
+            keys=seen,
             head_size=attends.head_size,
             backward=backward,
+            in_parts=seen < setting.sequence,
         )
         numbers = self.tokens * (2 * attends.width + 2 * attends.num_kv_heads * attends.head_size)
         flops = (5.0 if backward else 2.0) * pairs * widths

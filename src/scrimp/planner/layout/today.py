@@ -32,5 +32,6 @@ def seconds_today(setting: Setting, predicted: float) -> float | None:
     if setting.software.name != "scrimp" or formats <= set(HIGH_PRECISION):
         return None
     program = in_states(software("scrimp-today"), setting.software.states)
+    program = dataclasses.replace(program, attention_kernel=setting.software.attention_kernel)
     today = predict(dataclasses.replace(setting, software=program)).step_seconds
     return today if today > _EQUAL * predicted else None

@@ -32,7 +32,7 @@ GRANULES: dict[str, int] = {"cpu": 1, "cuda": 512}
 
 def workspace_rule(device: DeviceFunctions, gpu: flash.Gpu) -> WorkspaceRule:
     """What kernels take beside their results."""
-    return cuda_workspace(gpu.multiprocessors) if device == "cuda" else cpu_workspace
+    return cuda_workspace(gpu) if device == "cuda" else cpu_workspace
 
 
 @contextlib.contextmanager

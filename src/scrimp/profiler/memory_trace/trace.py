@@ -153,7 +153,7 @@ class TracedStep:
     """Which device's way through the model is traced."""
     gpu: Gpu = dataclasses.field(default_factory=Gpu)
     """Where that is cuda: whether attention is fused follows from its compute capability, and what its backward pass
-    takes from its multiprocessors."""
+    takes from its multiprocessors, and from whether it is to repeat itself."""
     documents: bool = False
     """Rows may hold several documents, which attention keeps apart."""
     compiled: bool = False

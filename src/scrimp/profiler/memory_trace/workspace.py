@@ -20,11 +20,12 @@ CPU     Operators on numbers of two widths first copy the narrower operands to t
 Both    Attention without a fused kernel takes a softmax that knows rows without any key: one byte for each number.
         Eigenvectors of a symmetric matrix of n rows take LAPACK's least for dividing and conquering, 1 + 6 n + 2 n^2
         numbers and 3 + 5 n integers; cuSOLVER is taken to need as much, which was not measured.
-CUDA    Nothing is copied to widen. Flash attention's backward pass sums the queries' gradient in several fp32 copies,
-        by the formula of `scrimp.models.flash`; counted for the worst of one document in each row to documents of 128
-        tokens on average.
+CUDA    Nothing is copied to widen. Flash attention's backward pass sums the queries' gradient in fp32, where it is
+        deterministic in several copies, by the formula of `scrimp.models.flash`; counted for the worst of one document
+        in each row to documents of 128 tokens on average.
 
-Limits  Shorter documents take more on CUDA, up to the bound of `scrimp.models.flash` where rows can be cut.
+Limits  cuDNN's attention, which may run where kernels need not be deterministic, is counted as flash attention.
+        Shorter documents take more on CUDA, up to the bound of `scrimp.models.flash` where rows can be cut.
         torch's profiler sees the memory of one thread's products in attention's backward pass, not of all.
         cuBLAS's workspace is taken once and stays.
 Source  ATen/TensorIterator.cpp; ATen/native: Copy.cpp, cpu/FlashAttentionKernel.cpp, transformers/attention.cpp
@@ -40,7 +41,7 @@ import torch
 from torch import Tensor
 
 from scrimp.gemm.cpu_products import widens_bf16_products
-from scrimp.models.flash import Heads, most_backward_bytes
+from scrimp.models.flash import Gpu, Heads, most_backward_bytes
 from scrimp.profiler.memory_trace.products import product_bytes, unit_here
 
 WorkspaceRule = Callable[[Any, Any, Any], int]
@@ -108,7 +109,7 @@ def cpu_workspace(operator: Any, args: Any, named: Any) -> int:
     return _widened([value for value in (*args, *named.values()) if isinstance(value, Tensor)])
 
 
-def cuda_workspace(multiprocessors: int) -> WorkspaceRule:
+def cuda_workspace(gpu: Gpu) -> WorkspaceRule:
     """Bytes that a CUDA kernel takes, where the CPU's attention operator stands for CUDA's."""
 
     def rule(operator: Any, args: Any, named: Any) -> int:
@@ -119,7 +120,8 @@ def cuda_workspace(multiprocessors: int) -> WorkspaceRule:
         if operator is not _FLASH_BACKWARD:
             return 0
         (rows, heads, length, size), keys = args[1].shape, args[2].shape[1]
-        return most_backward_bytes(Heads(heads, keys, size, multiprocessors), rows, length)
+        found = Heads(heads, keys, size, gpu.multiprocessors, gpu.deterministic)
+        return most_backward_bytes(found, rows, length)
 
     return rule
 

@@ -7,9 +7,9 @@ Method   The prediction of the search for layouts (`scrimp.planner.layout.block_
          norm, head, loss), whose prediction is scaled as the blocks' has proven wrong. What a level makes again takes
          no less than predicted: noise often measures nothing, and where levels tie, a search for what fits would let
          every block recompute.
-         Blocks are timed as they train: by deterministic kernels, compiled where the run compiles them. Compiling them
-         at every level is not in that limit; the run finds them in the compiler's cache. Of several ranks the first
-         measures for all, which must come to one plan.
+         Blocks are timed as they train: by the kernels of `train.deterministic`, compiled where the run compiles them.
+         Compiling them at every level is not in that limit; the run finds them in the compiler's cache. Of several
+         ranks the first measures for all, which must come to one plan.
 Limits   Predicted seconds of frozen weights count their wgrad, which does not run; measured ones do not. A block's
          seconds do not depend on where its states live; copies beside computing are the timeline's affair.
 Checked  tests/training/memory/test_block_seconds.py
@@ -125,7 +125,8 @@ class _Model:
     def predicted(self) -> Seconds:
         """By the model of time that searches for layouts use."""
         rules = self.config.precision_rules
-        cluster = cluster_here(self.device, compute=rules.compute, recipe=rules.base)
+        with deterministic(self.device.torch_device, self.config.train.deterministic):
+            cluster = cluster_here(self.device, compute=rules.compute, recipe=rules.base)
         setting = setting_on(cluster, self.config, self.architecture, self.device)
         kernels, linears = kernels_of(setting), linears_of(rules, self.architecture)
         classes = []
@@ -148,7 +149,11 @@ class _Model:
     def measured(self, predicted: Seconds) -> Seconds | None:
         """On the device; None where it would take too long, or there is no memory for it."""
         classes, ends = predicted
-        device, backend = self.device.torch_device, self.config.backend
+        device, backend, repeats = (
+            self.device.torch_device,
+            self.config.backend,
+            self.config.train.deterministic,
+        )
         all_levels = sum(map(_passes, (one for kind in classes for one in kind.values())))
         rounds = _rounds(CHAIN[device.type] * all_levels)
         if not rounds:
@@ -159,7 +164,7 @@ class _Model:
         try:
             found = self.device.world.once(
                 "timing the model's blocks",
-                lambda: _blocks_once(blocks, tuple(self.levels), device, backend, rounds),
+                lambda: _blocks_once(blocks, tuple(self.levels), device, backend, rounds, repeats),
                 write=_blocks_as_json,
                 read=_blocks_from_json,
             )
@@ -171,7 +176,8 @@ class _Model:
             measured: float | None = slower * ends
             if ends_rounds:
                 measured = self.device.world.once(
-                    "timing the model's ends", lambda: _ends_once(timed, device, backend, ends_rounds)
+                    "timing the model's ends",
+                    lambda: _ends_once(timed, device, backend, ends_rounds, repeats),
                 )
         except PlanError:
             return None  # a format that nothing runs here: refused by name when the plan is there
@@ -191,6 +197,8 @@ def setting_on(
         compute=config.precision_rules.compute,
         compiled=train.compile == "on",
         states=run_states(config.optimizer),
+        deterministic=config.train.deterministic,
+        documents=config.data.mask_documents,
     )
     return Setting(
         model=sizes_of(spec_of(architecture)),
@@ -265,17 +273,17 @@ def _rounds(seconds: float) -> int:
 
 @cache
 def _blocks_once(
-    timed: Timed, levels: tuple[str, ...], device: torch.device, backend: str, rounds: int
+    timed: Timed, levels: tuple[str, ...], device: torch.device, backend: str, rounds: int, repeats: bool
 ) -> Blocks | None:
     doing = "compiling and timing" if timed.compiled else "timing"
     print(f"{doing} the model's blocks ...", file=sys.stderr, flush=True)
-    with deterministic(device):
+    with deterministic(device, repeats):
         return measure_blocks(timed, levels, device, preferred_backends(device, backend), rounds=rounds)
 
 
 @cache
-def _ends_once(timed: Timed, device: torch.device, backend: str, rounds: int) -> float | None:
-    with deterministic(device):
+def _ends_once(timed: Timed, device: torch.device, backend: str, rounds: int, repeats: bool) -> float | None:
+    with deterministic(device, repeats):
         return measure_ends(timed, device, preferred_backends(device, backend), rounds=rounds)
 
 

@@ -453,7 +453,7 @@ def _traced_base(
         linears=tuple(linears_of(rules, architecture).items()),
         activations=choices,
         device_functions="cuda" if device.type == "cuda" else "cpu",
-        gpu=gpu_of(device),
+        gpu=dataclasses.replace(gpu_of(device), deterministic=train.deterministic),
         documents=config.data.mask_documents,
         compiled=train.compile == "on",
         by_reference=config.backend == "reference",

@@ -45,6 +45,7 @@ from scrimp.models.model import Model
 from scrimp.optim import build
 from scrimp.optim.update import PIECE_ELEMENTS
 from scrimp.planner import Plan
+from scrimp.planner.layout.kernels import TORCH
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Setting
 from scrimp.planner.layout.stages import block_plans, blocks_of_stages
 from scrimp.planner.memory.placement import Placement, States
@@ -191,7 +192,8 @@ def _rank(setting: Setting, architecture: Architecture, rank: int, device: Devic
         # Made of numbers, which fake tensors have not.
         for name in ("devices", "copies_and_shards", "sparse"):
             getattr(mesh, name)
-        gpu, holders = Gpu(), _Holders()
+        gpu = Gpu(deterministic=setting.software.attention_kernel != TORCH)
+        holders = _Holders()
         tracker = CategoryTracker(
             granule=GRANULES[device], workspace=workspace_rule(device, gpu), found=holders.gradients
         )

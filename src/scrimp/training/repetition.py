@@ -1,0 +1,46 @@
+"""Whether a run repeats itself, and what that costs it, in words: a row of `scrimp plan`.
+
+Method   `train.deterministic` says the first, `scrimp.planner.layout.attention_price` the second, of the run's own step
+         on the hardware file of its card.
+Limits   One GPU with a hardware file, in bf16; of others no price is said. Nothing else than attention has one: what
+         scattered sums and sorted gradients of torch's deterministic operators take more was not measured.
+Checked  tests/training/test_repetition.py
+"""
+
+from __future__ import annotations
+
+from scrimp.models import spec_of
+from scrimp.models.shapes import sizes_of
+from scrimp.planner.hardware import Cluster, load_hardware
+from scrimp.planner.layout.at_hand import setting_of_run
+from scrimp.planner.layout.attention_price import price_text
+from scrimp.planner.layout.predict import predict
+from scrimp.profiler.this_device import known_name
+from scrimp.training.chosen_layout import program_of
+from scrimp.training.setup import Decisions
+
+ON_A_CPU = "bit for bit; on a CPU that costs nothing"
+
+
+def repetition_text(decisions: Decisions) -> str:
+    """How a run repeats itself, and at which price."""
+    if decisions.device.is_host:
+        return ON_A_CPU
+    card = known_name(decisions.device)
+    return text_on(decisions, None if card is None else load_hardware(card))
+
+
+def text_on(decisions: Decisions, cluster: Cluster | None) -> str:
+    """The same on a GPU.
+
+    Args:
+        cluster: one such device; None: no hardware file has it.
+    """
+    config = decisions.config
+    how = "bit for bit" if config.train.deterministic else "up to rounding"
+    if cluster is None or config.layout.ranks > 1 or config.precision_rules.compute != "bf16":
+        return f"{how}; what that costs here is not predicted"
+    model, program = sizes_of(spec_of(decisions.architecture)), program_of(config, cluster, "cuda")
+    setting = setting_of_run(config, model, cluster, program, decisions.plan.placement.activations)
+    price = None if setting is None else price_text(setting, predict(setting).step_seconds)
+    return f"{how}; {price or 'attention has one kernel here'}"

@@ -1,0 +1,59 @@
+"""How a run repeats itself, as the plan says it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_run import flags, write_corpus
+
+from scrimp.cli import main
+from scrimp.config import Config, replace_values
+from scrimp.planner.hardware import load_hardware
+from scrimp.training.repetition import repetition_text, text_on
+from scrimp.training.setup import Decisions, decide
+
+RUN = {
+    "model.preset": "qwen2.5-0.5b",
+    "precision": "bf16",
+    "data.tokenizer": "bytes",
+    "train.batch_tokens": 65536,
+    "train.sequence": 4096,
+    "train.micro_batch": 2,
+    "train.compile": "on",
+}
+
+
+def decided(**more: object) -> Decisions:
+    return decide(replace_values(Config(), RUN | {key.replace("__", "."): one for key, one in more.items()}))
+
+
+def test_the_price_is_that_of_the_runs_own_card() -> None:
+    kept, free = decided(), decided(train__deterministic=False, data__mask_documents=False)
+    h100, a100 = load_hardware("h100"), load_hardware("a100-80")
+    assert text_on(kept, h100).startswith("bit for bit; attention held to FlashAttention-2: +")
+    assert text_on(kept, a100) == "bit for bit; attention has one kernel here"
+    assert text_on(free, h100).startswith(
+        "up to rounding; attention by torch's choice, not FlashAttention-2: -"
+    )
+    documents = text_on(decided(train__deterministic=False), h100)
+    assert documents.startswith("up to rounding; attention held to FlashAttention-2: +"), "by documents"
+
+
+def test_nothing_is_promised_of_what_is_not_known() -> None:
+    unknown = "bit for bit; what that costs here is not predicted"
+    assert text_on(decided(), None) == unknown
+    assert text_on(decided(precision="fp32"), load_hardware("h100")) == unknown
+
+
+@pytest.mark.parametrize("words", [(), ("--train.no-deterministic",)])
+def test_on_a_cpu_it_costs_nothing(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = flags(write_corpus(tmp_path), tmp_path / "run", *words)
+    assert main(["plan", *command[1:]]) == 0
+    assert "bit for bit; on a CPU that costs nothing" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_cpus_decision_says_so() -> None:
+    assert repetition_text(decided()) == "bit for bit; on a CPU that costs nothing"
