@@ -3,11 +3,9 @@
 Question  Which passes would kernels of our own shorten, by how much, and how good can they become? How does the step
           stand beside that of LLMQ, the fastest published one on cards of this size?
 Method    `scrimp.planner.layout.step_account`: bytes, FLOPs and seconds of every pass, and those of ideal regions.
-          Of Scrimp as it runs today (`softwares/scrimp-today.toml`: bytes counted from its code), of Scrimp as it is
-          predicted (`scrimp.toml`: one kernel for each pass), both with deterministic attention, of LLMQ
-          (`llmq.toml`: read in its source), which has one scale a tensor in all of its 8 bits, and of torchao's
-          Float8Linear in TorchTitan (`torchtitan-2025.toml`: read in its source), whose weights, gradients and moments
-          are in float32.
+          Of Scrimp as it runs (`softwares/scrimp.toml`: bytes counted from its code), of LLMQ (`llmq.toml`: read in its
+          source), which has one scale a tensor in all of its 8 bits, and of torchao's Float8Linear in TorchTitan
+          (`torchtitan-2025.toml`: read in its source), whose weights, gradients and moments are in float32.
           Launches of today's step are counted here: operators of the update and its kernel, kernels of a compiled
           block as Inductor fuses it.
           Of Scrimp's own step sums of gradients that no product adds to run after products here, and beside them in
@@ -71,7 +69,7 @@ SEQUENCE, TOKENS = 1024, 524_288
 STATES = StateFormats(masters=False)
 """LLMQ's: weights, gradients and moments in bf16."""
 LLMQ, TORCHAO = "LLMQ", "torchao"
-SHOWN = {"today": "today", "fused": "one kernel a pass", "floor": "floor"}
+SHOWN = "today", "floor"
 COMPARED = (*((name, LLMQ) for name in SHOWN), ("today", TORCHAO))
 """Which of ours is divided by which of theirs."""
 MOVED = 0.15
@@ -97,13 +95,11 @@ class Row:
     micro_batch: int
     recompute: str
     today: float
-    fused: float
     floor: float
     llmq: float
     torchao: float
     ratios: dict[str, tuple[float, float, float]]
-    """Today, fused and floor over LLMQ, and today over torchao: the ratio, and the least and most with a constant
-    moved."""
+    """Today and floor over LLMQ, and today over torchao: the ratio, and the least and most with a constant moved."""
 
 
 def main() -> None:
@@ -144,13 +140,8 @@ def main() -> None:
 
 
 def today() -> Software:
-    """Scrimp as it runs today."""
-    return own("scrimp-today")
-
-
-def own(name: str) -> Software:
-    """One of Scrimp's; the loss by its kernel (`scrimp.gemm.kernels.loss`), which predictions do not know yet."""
-    return dataclasses.replace(in_states(software(name), STATES), bytes_per_logit=LOSS_BYTES)
+    """Scrimp as it runs; the loss by its kernel (`scrimp.gemm.kernels.loss`), which predictions do not know yet."""
+    return dataclasses.replace(in_states(software("scrimp"), STATES), bytes_per_logit=LOSS_BYTES)
 
 
 def setting_of(case: Case, program: Software, cluster: Cluster) -> Setting:
@@ -171,8 +162,7 @@ def setting_of(case: Case, program: Software, cluster: Cluster) -> Setting:
 
 def row_of(case: Case, cluster: Cluster) -> Row:
     """All programs on one setting, and how sure their ratios are."""
-    ours = {"today": today(), "fused": own("scrimp")}
-    ours["floor"] = ours["fused"]
+    ours = dict.fromkeys(SHOWN, today())
     theirs = {LLMQ: software("llmq"), TORCHAO: software("torchtitan-2025")}
 
     its_own = case if case[1] == "bf16" else (case[0], "fp8_tensor", *case[2:])
@@ -193,7 +183,7 @@ def row_of(case: Case, cluster: Cluster) -> Row:
         ]
         found += [seconds(name, one, cluster) / taken[rival] for one in moved_programs(own_program)]
         found += [taken[name] / seconds(rival, one, cluster) for one in moved_programs(its_program)]
-        ratios[f"{SHOWN[name]} / {rival}"] = found[0], min(found), max(found)
+        ratios[f"{name} / {rival}"] = found[0], min(found), max(found)
     return Row(*case, *taken.values(), ratios=ratios)
 
 
@@ -306,14 +296,14 @@ def page(
 def ratio_table(rows: list[Row]) -> list[str]:
     """Seconds of all programs, and ours over LLMQ's."""
     settings = ("model", "format", "micro-batch", "made again")
-    heads = (*settings, *SHOWN.values(), LLMQ, TORCHAO, *rows[0].ratios)
+    heads = (*settings, *SHOWN, LLMQ, TORCHAO, *rows[0].ratios)
     cells = [
         (
             row.model,
             row.precision,
             str(row.micro_batch),
             row.recompute,
-            *(f"{one:.2f}" for one in (row.today, row.fused, row.floor, row.llmq, row.torchao)),
+            *(f"{one:.2f}" for one in (row.today, row.floor, row.llmq, row.torchao)),
             *("{:.2f} ({:.2f} to {:.2f})".format(*one) for one in row.ratios.values()),
         )
         for row in rows

@@ -9,7 +9,7 @@ from scrimp.precision import GEMMS
 from scrimp.profiler.counted_formats import count_formats
 
 pytestmark = pytest.mark.slow  # imports Triton
-FIGURES = [(one, *figures) for one in ("scrimp", "scrimp-today") for figures in software(one).quantize]
+FIGURES = software("scrimp").quantize
 
 
 def test_tiles_are_read_once_and_written_as_codes_both_ways() -> None:
@@ -44,8 +44,8 @@ def test_rows_and_tensors_are_read_once_or_twice_and_written_once_for_each_produ
     assert [tensor[gemm].launches for gemm in GEMMS] == [6, 6, 0]  # maxima, the largest of them, codes
 
 
-@pytest.mark.parametrize(("program", "name", "figures"), FIGURES)
-def test_figures_of_predictions_are_counted(program: str, name: str, figures: Made) -> None:
+@pytest.mark.parametrize(("name", "figures"), FIGURES)
+def test_figures_of_predictions_are_counted(name: str, figures: Made) -> None:
     recipe = name.removesuffix(EMULATED)
     found = count_formats(recipe, units=name == recipe)
     for gemm, (launches, *expected) in zip(GEMMS, figures, strict=True):

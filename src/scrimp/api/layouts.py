@@ -51,7 +51,6 @@ from scrimp.planner.layout.scaled_models import family_of
 from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 from scrimp.planner.layout.state_formats import StateFormats
-from scrimp.planner.layout.today import seconds_today
 from scrimp.planner.precision.profile import PrecisionProfile
 
 _DO = "see docs/planner.md for the keys of a line"
@@ -71,11 +70,6 @@ class PredictedStep:
     """Peak bytes of each rank of the pipeline, by category."""
     fits: bool
     """Whether devices hold these, and hosts what is sent to them."""
-
-    @property
-    def step_seconds_today(self) -> float:
-        """Seconds as Scrimp runs today: operator by operator where no fused kernel is written yet."""
-        return seconds_today(self.setting, self.step_seconds) or self.step_seconds
 
 
 @dataclass(frozen=True)

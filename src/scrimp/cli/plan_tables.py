@@ -24,14 +24,12 @@ from scrimp.planner.layout.questions import Question
 from scrimp.planner.layout.search import Candidate, Found
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.summary import blocks_text, low_share
-from scrimp.planner.layout.today import seconds_today
 from scrimp.planner.layout.what_if import Change
 from scrimp.precision import RECIPES
 from scrimp.report.units import format_bytes, format_count, format_rate
 
 LOSERS_SHOWN = 10
 _LOW = 4
-_TODAY = "operator by operator where these formats have no fused kernels yet"
 _DEGREES = ("pp", "dp", "fsdp", "cp", "tp", "ep")
 
 
@@ -137,9 +135,6 @@ def summary(answer: Answer, goal: Goal) -> str:
         all_of_it = cost_of(question, seconds, goal.tokens)
         text = f" and ${dollars(all_of_it)}" if price_of(question.cluster) else ""
         lines.append(f"{format_count(goal.tokens)} tokens: {days:,.3g} days{text}")
-    today = seconds_today(found.best[0].setting, seconds)
-    if today is not None:
-        lines.append(f"{today:.3g} s a step as Scrimp runs today, {_TODAY}")
     price = price_text(found.best[0].setting, seconds)
     lines += ([] if price is None else [price]) + _blocks_lines(found.best[0], question)
     lines.append("split: per cent of a step that is computing, exchanges that nothing hides, and bubble")

@@ -12,7 +12,7 @@ Checked  tests/training/test_step_passes.py
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from scrimp.errors import PlanError
 from scrimp.models import HEAD, spec_of
@@ -21,7 +21,6 @@ from scrimp.planner import Plan
 from scrimp.planner.hardware import Cluster, load_hardware
 from scrimp.planner.layout.at_hand import setting_of_run
 from scrimp.planner.layout.setting import Setting
-from scrimp.planner.layout.software import software
 from scrimp.planner.layout.step_account import LOSS_BYTES, Above, above_floor
 from scrimp.profiler.this_device import known_name
 from scrimp.report.step_section import EVENT
@@ -30,8 +29,6 @@ from scrimp.training.setup import Decisions
 
 if TYPE_CHECKING:
     from scrimp.training.run import Run
-
-_TODAY: Final = "scrimp-today"
 
 
 def record_passes(run: Run, seconds: float | None) -> None:
@@ -63,9 +60,7 @@ def passes_on(decisions: Decisions, plan: Plan, cluster: Cluster) -> list[Above]
     setting = _setting(decisions, plan, cluster) if is_known else None
     if setting is None or config.precision_rules.compute != "bf16" or recipes != {setting.precision}:
         return None
-    program = dataclasses.replace(
-        setting.software, quantize=software(_TODAY).quantize, bytes_per_logit=LOSS_BYTES
-    )
+    program = dataclasses.replace(setting.software, bytes_per_logit=LOSS_BYTES)
     try:
         return above_floor(dataclasses.replace(setting, software=program))
     except PlanError:

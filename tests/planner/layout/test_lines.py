@@ -306,7 +306,7 @@ def test_a_line_of_a_v_is_answered(schedule: str, zero: int) -> None:
         ({"layout": {"fsdp": 8, "schedule": "zbv"}}, "a pipeline: layout.pp above 1"),
         ({"layout": V["layout"] | {"virtual": 3}}, "2 stages on each rank"),
         ({"offload": {"optimizer": True}}, "everything on the device"),
-        ({"software": "scrimp-today"}, "not carried out by software scrimp-today"),
+        ({"software": "llmq"}, "not carried out by software llmq"),
         ({"software": "megatron"}, "not carried out by software megatron"),
         ({"hardware": "32xh100", "layout": {"pp": 32, "schedule": "zbv"}}, "64 stages, 32 blocks"),
         (

@@ -19,7 +19,7 @@ from scrimp.planner.layout.state_formats import StateFormats
 from scrimp.planner.layout.step_account import above_floor, floor_of, passes_of
 from scrimp.precision import RECIPES
 
-OWN = ("scrimp", "scrimp-today", "scrimp-eager")
+OWN = ("scrimp", "scrimp-eager")
 
 
 def setting(program="scrimp", name="qwen2.5-0.5b", *, masters=True, **changes):
@@ -41,7 +41,7 @@ def seconds(passes):
 
 
 @given(
-    program=st.sampled_from(("scrimp", "scrimp-today", "llmq", "torchtitan")),
+    program=st.sampled_from(("scrimp", "llmq", "torchtitan")),
     model=st.sampled_from(("qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-7b")),
     precision=st.sampled_from([name for name in RECIPES if name not in ("fp32", "int8")]),
     recompute=st.sampled_from(("none", "selective", "full")),

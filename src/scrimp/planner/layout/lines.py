@@ -36,7 +36,6 @@ from scrimp.planner.layout.shape_files import check_shape, read_shape
 from scrimp.planner.layout.software import OWN, Software, in_states, software, software_for
 from scrimp.planner.layout.stage_memory import RankBytes, peak_bytes
 from scrimp.planner.layout.state_formats import StateFormats
-from scrimp.planner.layout.today import seconds_today
 from scrimp.precision import GEMMS, RECIPES
 
 RECOMPUTATIONS = (NONE, SELECTIVE, FULL)
@@ -123,14 +122,9 @@ def answer(setting: Setting) -> dict[str, Any]:
 
 
 def as_answer(setting: Setting, prediction: Prediction, memory: Sequence[RankBytes]) -> dict[str, Any]:
-    """A prediction and the peaks of its ranks, as a line of JSON has them.
-
-    Where Scrimp quantizes more slowly than is predicted of it, `step_seconds_today` says how long the step takes.
-    """
-    today = seconds_today(setting, prediction.step_seconds)
+    """A prediction and the peaks of its ranks, as a line of JSON has them."""
     return {
         "step_seconds": prediction.step_seconds,
-        **({} if today is None else {"step_seconds_today": today}),
         "tokens_per_second_per_device": prediction.tokens_per_second_per_device,
         "fits": has_room_as_planned(setting, memory),
         "seconds": prediction.seconds,

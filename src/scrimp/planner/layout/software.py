@@ -253,7 +253,7 @@ OLDER = {("megatron", "fp16"): "megatron-2021"}
 recipes train in bf16 or below."""
 
 
-OWN = ("scrimp", "scrimp-eager", "scrimp-today")
+OWN = ("scrimp", "scrimp-eager")
 """Scrimp's own step."""
 SPLITTING = {"scrimp": "scrimp-eager", "scrimp-eager": "scrimp-eager", "torchtitan-eager": "torchtitan-eager"}
 """Programs that run zbv and dualpipev, and what they are then: compiled blocks make all gradients at once."""
