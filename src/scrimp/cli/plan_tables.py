@@ -140,8 +140,8 @@ def summary(answer: Answer, goal: Goal) -> str:
     today = seconds_today(found.best[0].setting, seconds)
     if today is not None:
         lines.append(f"{today:.3g} s a step as Scrimp runs today, {_TODAY}")
-    price = price_text(found.best[0].setting, seconds)
-    lines += ([] if price is None else [price]) + _blocks_lines(found.best[0], question)
+    order = price_text(found.best[0].setting, seconds)
+    lines += ([] if order is None else [order]) + _blocks_lines(found.best[0], question)
     lines.append("split: per cent of a step that is computing, exchanges that nothing hides, and bubble")
     lines.append(f"{found.tried:,} settings tried, of which {found.too_large:,} do not fit")
     return "\n".join(lines)
