@@ -339,7 +339,7 @@ def test_a_plan_says_what_order_costs_and_is_another_one_without(
     for number, words in enumerate(((), both[:1], both)):
         file = tmp_path / f"{number}.json"
         assert plan(*small.split(), *words, "--save", str(file)) == 0
-        said.append(capsys.readouterr().out)
+        said.append(" ".join(capsys.readouterr().out.split()))
         assert plan("--batch", str(file)) == 0
         seconds.append(json.loads(capsys.readouterr().out)["step_seconds"])
         assert json.loads(file.read_text()).get("attention_kernel") == ("torch" if words == both else None)

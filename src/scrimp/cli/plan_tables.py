@@ -135,8 +135,8 @@ def summary(answer: Answer, goal: Goal) -> str:
         all_of_it = cost_of(question, seconds, goal.tokens)
         text = f" and ${dollars(all_of_it)}" if price_of(question.cluster) else ""
         lines.append(f"{format_count(goal.tokens)} tokens: {days:,.3g} days{text}")
-    price = price_text(found.best[0].setting, seconds)
-    lines += ([] if price is None else [price]) + _blocks_lines(found.best[0], question)
+    order = price_text(found.best[0].setting, seconds)
+    lines += ([] if order is None else [order]) + _blocks_lines(found.best[0], question)
     lines.append("split: per cent of a step that is computing, exchanges that nothing hides, and bubble")
     lines.append(f"{found.tried:,} settings tried, of which {found.too_large:,} do not fit")
     return "\n".join(lines)
