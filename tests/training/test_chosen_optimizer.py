@@ -88,7 +88,7 @@ def test_the_reason_says_what_adamw_needs_what_the_states_take_and_the_price() -
     assert f"budget.device_memory is {budget}B" in why
     rows = dict(fira.memory.account.device)
     assert f"{rows['optimizer states'] / 2**20:.2f} MiB of optimizer states" in why
-    assert re.search(r"held-out loss [+-]\d\.\d\d .*docs/lab-log\.md", why)
+    assert re.search(r"price: held-out loss \d.* with adamw, .* with fira .*docs/lab-log\.md", why)
     assert found.reasons["optimizer.rank"] == "the width / 4, the largest of / 4, / 8, / 16 that fits"
     assert found.config.optimizer.lr == 4 * 0.003
     given = decided(KEEP | auto(budget) | {"optimizer.lr": 0.01})
@@ -147,6 +147,12 @@ def test_budgets_that_are_named_are_enough() -> None:
         assert size is not None
         found = decided(auto(size[1]))
         assert (found.config.optimizer.name, found.config.optimizer.rank) == (name, rank)
+    eight = re.search(r"--optimizer\.moments 8bit \(([0-9.]+ MB)\)", str(caught.value))
+    assert eight is not None
+    assert decided(auto(eight[1]) | {"optimizer.moments": "8bit"}).config.optimizer.name == "adamw"
+    with pytest.raises(NoRoomError) as fira:
+        decided(named(*TRIED[1]) | {"budget.device_memory": "1MB"})
+    assert "optimizer.moments" not in str(fira.value)  # which it refuses
 
 
 TINY_SETTINGS = {
