@@ -114,6 +114,7 @@ def test_a_hugging_face_folder_is_planned_for_by_its_config_alone(
             "--optimizer.master-weights False --optimizer.moments",
         ),
         ("--hardware 8xh100 --optimizer.name muon", "does not know optimizer.name muon"),
+        ("--hardware 8xh100 --optimizer.name auto", "does not know optimizer.name auto"),
         ("--hardware h100 --model.rank 64 --model.sparse_share 0.03", "a sparse matrix"),
         ("--hardware 8xh100 --layout.tp=3", "no layout has these degrees"),
         ("--hardware 8xh100 --optimizer.lr=0.1", "does not ask for this"),

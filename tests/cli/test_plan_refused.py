@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from scrimp.cli import main
@@ -46,3 +48,22 @@ def test_states_that_were_placed_stay_in_what_more_memory_would_give(
     assert "states weights of 2, gradients of 2, optimizer of 2 blocks on the host" in shown
     assert "all states on the device" not in shown
     assert "with 0 B more" not in shown
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_is_chosen_by_memory_is_shown_with_its_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*SMALL, "--optimizer.name=auto", "--budget.device-memory=8MiB"]) == 2
+    said = capsys.readouterr()
+    assert "everything resident" in squeezed(said.out)
+    error = squeezed(said.err)
+    assert "no optimizer that auto tries fits in budget.device_memory 8MiB" in error
+    needs = [float(size) for size in re.findall(r"(?:adamw|fira of rank \d+) needs ([\d.]+) MB", error)]
+    assert len(needs) == 4
+    assert main([*SMALL, "--optimizer.name=auto", f"--budget.device-memory={needs[1]}MB"]) == 0
+    shown = squeezed(capsys.readouterr().out)
+    assert re.search(
+        rf"optimizer\.name fira \(adamw needs {needs[0]} MB; .* of optimizer states; price: ", shown
+    )
+    assert "optimizer.rank 48 (the width / 4, the largest of" in shown

@@ -28,6 +28,7 @@ from scrimp.planner.layout.tuning import Failure
         (["--tune", "2", "--out", "plan.json"], "--out"),
         (["--tune", "2", "--precision", "snip"], "precision snip"),
         (["--tune", "2", "--memory.split", "fastest"], "memory.split"),
+        (["--tune", "2", "--optimizer.name", "auto", "--budget.device-memory", "9GB"], "optimizer.name auto"),
         (["--tune", "2", "--layout.dp", "2", "--outer.every", "5"], "outer.every"),
         (["--tune", "2", "--train.micro-batch=1", "--memory.activations=keep"], "nothing to try"),
     ],

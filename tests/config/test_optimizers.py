@@ -10,7 +10,7 @@ import pytest
 
 from scrimp.config import Config, ModelConfig, preset, resolve
 from scrimp.config.fields import replace_values
-from scrimp.config.optimizers import OPTIMIZERS
+from scrimp.config.optimizers import OPTIMIZERS, check_choice
 from scrimp.config.values import check_values
 from scrimp.errors import ConfigError
 
@@ -63,6 +63,28 @@ def test_what_is_open_stays_on_the_device_and_says_why() -> None:
     assert (memory.weights, memory.gradients, memory.optimizer) == ("device",) * 3
     assert "muon" in found.reasons["memory.optimizer"]
     assert resolved(memory__optimizer="device").config.memory.optimizer == "device"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "chooses by budget.device_memory, and there is none.*--budget.device-memory"),
+        ({"budget.host_memory": "1GB"}, "chooses by budget.device_memory, and there is none"),
+        ({"budget.device_memory": "1GB", "optimizer.rank": 16}, "optimizer.rank 16.*--optimizer.name fira"),
+        (
+            {"budget.device_memory": "1GB", "optimizer.from_weights": True},
+            "from_weights takes the states of one",
+        ),
+    ],
+)
+def test_a_choice_without_a_budget_or_beside_what_has_chosen_is_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    config = replace_values(MUON, {"optimizer.name": "auto", **settings})
+    check_values(config)
+    with pytest.raises(ConfigError, match=message):
+        check_choice(config)
+    check_choice(replace_values(config, {"optimizer.name": "fira"}))
 
 
 LOW_RANK = pytest.mark.parametrize("name", ["galore", "fira"])

@@ -20,6 +20,7 @@ from scrimp.planner.precision import PrecisionPlan
 from scrimp.profiler import device_peaks, recall_throughput
 from scrimp.report.tables import key_value_table
 from scrimp.report.units import format_bytes, format_count, format_flops, format_rate
+from scrimp.training.chosen_optimizer import with_first
 from scrimp.training.memory.account_table import account_tables, attention_text
 from scrimp.training.memory.stages import stages_text
 from scrimp.training.precision.preview import Preview, preview
@@ -94,7 +95,7 @@ def _decided(config: Config) -> tuple[Decisions, NoRoomError | None]:
         return decide(config, plans_ahead=True), None
     except NoRoomError as no_room:
         resident = MemoryConfig(activations="keep", weights="device", gradients="device", optimizer="device")
-        shown = decide(replace(config, memory=resident), plans_ahead=True)
+        shown = decide(with_first(replace(config, memory=resident)), plans_ahead=True)
         memory = replace(shown.memory, reason="nothing: everything resident, to show what it takes")
         return replace(shown, memory=memory), no_room
 

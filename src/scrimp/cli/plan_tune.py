@@ -37,6 +37,7 @@ from scrimp.config import (
     resolve,
 )
 from scrimp.config.layout import ranks_of
+from scrimp.config.optimizers import AUTO
 from scrimp.config.write_toml import to_toml
 from scrimp.errors import ConfigError, PlanError
 from scrimp.models import spec_of
@@ -116,6 +117,10 @@ def _refuse(config: Config) -> None:
     reasons = {
         "precision snip": ("formats change while it trains", config.is_planned),
         "outer.every": ("most steps exchange nothing, and some do", config.outer.every > 0),
+        "optimizer.name auto": (
+            "each setting would choose its own",
+            config.optimizer.name == AUTO,
+        ),
         "memory.split fastest": ("it chooses the micro-batch itself", config.memory.split == "fastest"),
     }
     for name, (why, is_so) in reasons.items():

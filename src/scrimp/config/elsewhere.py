@@ -104,7 +104,7 @@ _ANSWERS: dict[str, Answer] = {
     **_named(
         "optimizer.name",
         "optimizer optim optimizer_type optimizer_name",
-        note="adamw, nadamw, schedule-free, muon, galore or fira",
+        note="adamw, nadamw, schedule-free, muon, galore, fira or auto",
     ),
     **_none("leave it out: each option of the optimizer is a setting optimizer.*", "optim_args"),
     **_named("optimizer.beta1", "adam_beta1 adam_beta_1"),

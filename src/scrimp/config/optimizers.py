@@ -50,6 +50,8 @@ OPTIMIZERS: dict[str, OptimizerFacts] = {
 }
 
 
+AUTO = "auto"
+"""In the place of a name: the planner chooses (`scrimp.training.chosen_optimizer`)."""
 OWN = OptimizerFacts("scrimp.optim.own")
 """What is known of an optimizer from the user's own file (`scrimp.user_code`)."""
 
@@ -66,9 +68,36 @@ def facts_of(name: str) -> OptimizerFacts:
         raise ConfigError(
             "optimizer.name is not one of its choices",
             got=repr(name),
-            expected=f"one of {', '.join(OPTIMIZERS)}, or FILE.py:NAME",
+            expected=f"one of {', '.join(OPTIMIZERS)}, FILE.py:NAME, or {AUTO} for a run with budget.device_memory",
         )
     return OPTIMIZERS[name]
+
+
+def check_choice(config: Config) -> None:
+    """Refuse to choose an optimizer without a budget that asks for it, or beside settings that have chosen.
+
+    Raises:
+        ConfigError: by name.
+    """
+    settings = config.optimizer
+    if settings.name != AUTO:
+        return
+    if config.budget.device_memory is None:
+        raise ConfigError(
+            "optimizer.name auto chooses by budget.device_memory, and there is none",
+            do="set --budget.device-memory, or --optimizer.name adamw",
+        )
+    if settings.rank is not None:
+        raise ConfigError(
+            "optimizer.name auto chooses the rank too, and one is given",
+            got=f"optimizer.rank {settings.rank:,}",
+            do="leave optimizer.rank out, or set --optimizer.name fira",
+        )
+    if settings.from_weights:
+        raise ConfigError(
+            "optimizer.from_weights takes the states of one optimizer, and optimizer.name auto may choose another",
+            do="set --optimizer.name as the run has it that the states are of, or optimizer.from_weights = false",
+        )
 
 
 def check_optimizer(config: Config) -> None:

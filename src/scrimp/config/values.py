@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scrimp.config.fields import flatten, leaves
-from scrimp.config.optimizers import facts_of
+from scrimp.config.optimizers import AUTO, facts_of
 from scrimp.config.presets import preset
 from scrimp.config.schema import Config, DataConfig
 from scrimp.config.snip import check_snip
@@ -175,7 +175,8 @@ def check_values(config: Config) -> None:
     check_device(config.device)
     parse_rules(config.precision)
     check_snip(config)
-    facts_of(config.optimizer.name)
+    if config.optimizer.name != AUTO:
+        facts_of(config.optimizer.name)
     preset(config.model.preset)  # with model.weights too: a misspelt name is a mistake, even unused
 
 

@@ -27,6 +27,7 @@ from scrimp.config import (
     replace_values,
     resolve,
 )
+from scrimp.config.optimizers import AUTO, check_choice
 from scrimp.data import Corpus, Mixture
 from scrimp.errors import CheckpointError, ConfigError, PlanError
 from scrimp.gemm import BackendChooser
@@ -43,6 +44,7 @@ from scrimp.runtime import choose_backends, describe_backends, recorded_backends
 from scrimp.runtime.backends import Tuned
 from scrimp.runtime.determinism import refuse_undetermined
 from scrimp.training.chosen_layout import RanksHere, choose_on, measured_ranks
+from scrimp.training.chosen_optimizer import choose_optimizer
 from scrimp.training.distillation import check_teachers, refuse_other_teachers
 from scrimp.training.memory.host_room import checkpoint_bytes
 from scrimp.training.memory.limits import budgets_of, device_limit
@@ -272,7 +274,7 @@ def decide(
             do="restore the run's own checkpoints, or start a new run",
         )
     check_adapter(spec_of(architecture))
-    # In this order: the tokenizer, the model's rows, all other settings, the plan.
+    # In this order: the tokenizer, the model's rows, the optimizer, all other settings, the plan.
     named, reasons = decide_tokenizer(config, architecture)
     entries = expected_vocabulary(named, architecture) if entries is None else entries
     fitted, architecture = fit_vocabulary(named, architecture, entries)
@@ -280,20 +282,44 @@ def decide(
         reasons["model.vocab_size"] = _reason_for_rows(entries)
     if config.device == "auto":
         reasons["device"] = device.reason
+
+    def decided(fitted: Config) -> Decisions:
+        return _decided(fitted, config, architecture, device, ranks, reasons, frozenset(given))
+
+    if config.optimizer.name == AUTO:
+        return choose_optimizer(fitted, architecture.width, decided)
+    return decided(fitted)
+
+
+def _decided(
+    fitted: Config,
+    asked: Config,
+    architecture: Architecture,
+    device: Device,
+    ranks: int,
+    reasons: dict[str, str],
+    given: frozenset[str],
+) -> Decisions:
+    """All other settings, and the plan.
+
+    Args:
+        fitted: what was asked for, with its tokenizer, its model's rows and its optimizer.
+    """
     resolution = resolve(fitted, architecture, device_type=device.torch_device.type, ranks=ranks)
     # The search knows no teachers, which some layouts cannot run, and no frozen weights.
-    searches = world.size > 1 and config.objective.teachers is None and config.adapter.rank == 0
+    searches = device.world.size > 1 and asked.objective.teachers is None and asked.adapter.rank == 0
     here = measured_ranks(fitted, resolution, architecture, device) if searches else None
     found = None
     if here is not None:
-        found = _as_searched(here, resolution, device, config, fitted, reasons, given)
-    found = found or _resolved(device, config, resolution, architecture, reasons)
-    return dataclasses.replace(found, here=here, given=frozenset(given))
+        found = _as_searched(here, resolution, device, asked, fitted, reasons, given)
+    found = found or _resolved(device, asked, resolution, architecture, reasons)
+    return dataclasses.replace(found, here=here, given=given)
 
 
 def _check(config: Config, ranks: int) -> None:
     """Refuse what no device and no model can make right."""
     check_values(config)
+    check_choice(config)
     objectives.check(config.objective)
     check_teachers(config)
     optim.check(config, ranks)

@@ -93,13 +93,20 @@ class NoRoomError(PlanError):
 
     Args:
         room: what would, where that was asked.
+        device_budget: a budget of the device's that is enough beside this host, as `do` names it.
     """
 
     def __init__(
-        self, what: str, *, got: str | None = None, do: str | None = None, room: Room | None = None
+        self,
+        what: str,
+        *,
+        got: str | None = None,
+        do: str | None = None,
+        room: Room | None = None,
+        device_budget: str | None = None,
     ) -> None:
         super().__init__(what, got=got, do=do)
-        self.room = room
+        self.room, self.device_budget = room, device_budget
 
 
 def smallest(costs: StepCosts, machine: Machine, setup: Setup, only: Split | None = None) -> NoRoomError:
@@ -141,10 +148,10 @@ def no_room(
         advice: what else would help.
         is_certain: there is no plan; else none was found.
     """
-    ways = []
+    ways, this_host = [], None
     if room.device_with_this_host is not None:
-        device = budgets.device_for(room.device_with_this_host, alone=True)
-        ways.append(f"{enough_text(device)} of device memory" + (" with this host" if budgets.host else ""))
+        this_host = enough_text(budgets.device_for(room.device_with_this_host, alone=True))
+        ways.append(f"{this_host} of device memory" + (" with this host" if budgets.host else ""))
     if beside_host is not None:
         if beside_host.host_with_this_device == 0:
             ways.append("any budget of the host's beside this device: a checkpoint's copy then lies there")
@@ -161,6 +168,7 @@ def no_room(
         got=budgets.words,
         do=f"these would fit: {'; '.join(ways)}" + "".join(f"; or {one}" for one in advice),
         room=room,
+        device_budget=this_host,
     )
 
 

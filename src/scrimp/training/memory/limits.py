@@ -163,7 +163,7 @@ class OneMemoryError(NoRoomError):
 
     def __init__(self, what: str, *, got: str, expected: str, do: str) -> None:
         PlanError.__init__(self, what, got=got, expected=expected, do=do)
-        self.room = None
+        self.room = self.device_budget = None
 
 
 def arena_on_cpu(config: Config, host_bytes: int) -> int:

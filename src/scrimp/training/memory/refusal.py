@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from scrimp.config import Architecture, ResolvedConfig, replace_values
+from scrimp.config.optimizers import facts_of
 from scrimp.planner.memory.costs import StepCosts
 from scrimp.planner.memory.room import (
     NoRoomError,
@@ -107,7 +108,8 @@ def _numbers(
 def _changes(config: ResolvedConfig) -> Iterator[tuple[str, str | int]]:
     train = config.train
     for moments in _MOMENTS[_MOMENTS.index(config.optimizer.moments) + 1 :]:
-        yield "optimizer.moments", moments
+        if moments in facts_of(config.optimizer.name).moments:
+            yield "optimizer.moments", moments
     all_tokens = train.micro_batch * train.sequence
     if (train.loss_chunk or all_tokens) > SMALL_CHUNK:
         yield "train.loss_chunk", SMALL_CHUNK
