@@ -66,7 +66,14 @@ def dequantized(x: Tensor, operand: Operand, axis: int, noise: Noise) -> Tensor:
     """[rows, K] in float64, by way of stored codes."""
     x = padded(x, axis) if operand.hadamard else x
     codes = quantize(
-        x, operand.element, operand.scaling, axis, operand.rounding, hadamard=operand.hadamard, noise=noise
+        x,
+        operand.element,
+        operand.scaling,
+        axis,
+        operand.rounding,
+        hadamard=operand.hadamard,
+        fallback=operand.fallback,
+        noise=noise,
     )
     return upright(codes.dequantize(), axis).double()
 
@@ -123,7 +130,7 @@ def test_bf16_products_add_two_roundings_of_the_result_at_most(
     exact = a @ b.T
     rounded = exact.abs()
     if is_fast and recipe not in ("bf16", "fp32"):
-        step = 128 if recipe in ("fp8", "fp4", "int8") else a.shape[1]
+        step = 128 if recipe in ("fp8", "fp4", "int8", "int8_fallback") else a.shape[1]
         rounded = rounded + sum(
             (x @ y.T).abs() for x, y in zip(a.split(step, 1), b.split(step, 1), strict=True)
         )
