@@ -113,7 +113,7 @@ def test_only_products_in_the_format_itself_count_as_not_emulated() -> None:
         for runner in BACKENDS
         if not gemm.is_emulated(recipe, "fprop", runner) and operands_of("fprop", recipe)[0] is not None
     }
-    assert {recipe for recipe, runner in native if runner == "triton"} == {"fp8", "int8"}
+    assert {recipe for recipe, runner in native if runner == "triton"} == {"fp8", "int8", "int8_fallback"}
     assert "reference" not in {runner for _, runner in native}
     assert ("fp8_row", "torch") in native
 

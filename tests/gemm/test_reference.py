@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -193,9 +194,12 @@ def test_only_blocks_with_tiles_that_fell_back_are_multiplied_twice(monkeypatch:
     sums, plain = [], reference.bf16_product
     for is_asked in (True, False):
         widths: list[int] = []
-        monkeypatch.setattr(
-            reference, "bf16_product", lambda a, *rest: widths.append(a.shape[1]) or plain(a, *rest)
-        )
+
+        def counted(a: Tensor, *rest: Any, widths: list[int] = widths) -> Tensor:
+            widths.append(a.shape[1])
+            return plain(a, *rest)
+
+        monkeypatch.setattr(reference, "bf16_product", counted)
         if not is_asked:
             monkeypatch.setattr(block_sums, "_is_rest", lambda scales: True)
         operands = (

@@ -131,39 +131,48 @@ def fake_quantize(
         raise PlanError("operands of a GEMM are matrices", got=f"shape {tuple(x.shape)}", expected="2 axes")
     axis = axis % 2 - 2
     stack, tensor_scale = _prepare(x.detach()[None], operand, axis, reduce_amax)
-    out = torch.empty(stack.shape[1:], dtype=carrier, device=x.device)
-    inner: Tensor | None = None
-    rest: FakeQuantized | None = None
-    if carrier == torch.bfloat16 and kind.name in INEXACT_IN_BF16 and out.numel():
-        groups = Groups.of(kind, axis, *stack.shape[1:])
-        sizes = zip(stack.shape[1:], (groups.rows, groups.columns), strict=True)
-        inner = torch.empty([-(-size // group) for size, group in sizes], device=x.device)
-        if operand.fallback:
-            rest = FakeQuantized(torch.empty_like(out), None, torch.empty_like(inner))
-    outer = None if tensor_scale is None else tensor_scale.reshape(1, 1)
-    has_row_scales = kind.rows == 1 and kind.columns is None and axis == -1
-    if has_row_scales and out.numel():
-        outer = torch.empty(len(out), 1, device=x.device)
-    for piece in _rounded(stack[0], operand, axis, noise or Noise(), tensor_scale, reduce_amax):
-        if inner is not None:
-            groups_here = slice(piece.first_group, piece.first_group + len(piece.scales.decode))
-            inner[groups_here] = piece.scales.decode[:, 0, :, 0]
-            if rest is not None and rest.inner is not None:
-                values, decode = piece.payloads()[1]
-                rest.values[piece.rows] = values[:, : out.shape[1]]
-                rest.inner[groups_here] = decode[:, 0, :, 0]
-        elif kind.columns is not None:
-            piece.dequantize()
-        elif has_row_scales and outer is not None:
-            outer[piece.rows] = piece.scales.decode[:, 0, :, 0]
-        else:
-            outer = piece.scales.decode[:, 0, :, 0]
-        out[piece.rows] = piece.values[:, : out.shape[1]]
-    found = FakeQuantized(out, outer, inner, rest)
+    pieces = _rounded(stack[0], operand, axis, noise or Noise(), tensor_scale, reduce_amax)
+    shape = stack.shape[1:]
+    if carrier == torch.bfloat16 and kind.name in INEXACT_IN_BF16 and shape.numel():
+        found = _beside_scales(pieces, operand, axis, shape, x.device)
+    else:
+        has_row_scales = kind.rows == 1 and kind.columns is None and axis == -1
+        out = torch.empty(shape, dtype=carrier, device=x.device)
+        outer = None if tensor_scale is None else tensor_scale.reshape(1, 1)
+        if has_row_scales and out.numel():
+            outer = torch.empty(len(out), 1, device=x.device)
+        for piece in pieces:
+            if kind.columns is not None:
+                piece.dequantize()
+            elif has_row_scales and outer is not None:
+                outer[piece.rows] = piece.scales.decode[:, 0, :, 0]
+            else:
+                outer = piece.scales.decode[:, 0, :, 0]
+            out[piece.rows] = piece.values[:, : shape[1]]
+        found = FakeQuantized(out, outer)
     if operand.hadamard and not keep_rotation:
         rotated = rotate(found.dequantize(), axis, inverse=True)
         return FakeQuantized(rotated[: x.shape[0], : x.shape[1]].to(carrier), None)
     return found
+
+
+def _beside_scales(
+    pieces: Iterator[_Piece], operand: Operand, axis: int, shape: torch.Size, device: torch.device
+) -> FakeQuantized:
+    """The element's values in bfloat16, of each payload, with fp32 scales that they are not multiplied by."""
+    groups = Groups.of(lookup_scaling(operand.scaling), axis, *shape)
+    sizes = [-(-size // group) for size, group in zip(shape, (groups.rows, groups.columns), strict=True)]
+    made = [
+        (torch.empty(shape, dtype=torch.bfloat16, device=device), torch.empty(sizes, device=device))
+        for _ in range(2 if operand.fallback else 1)
+    ]
+    for piece in pieces:
+        own = slice(piece.first_group, piece.first_group + len(piece.scales.decode))
+        for (out, inner), (values, scales) in zip(made, piece.payloads(), strict=True):
+            out[piece.rows] = values[:, : shape[1]]
+            inner[own] = scales[:, 0, :, 0]
+    rest = FakeQuantized(made[1][0], None, made[1][1]) if operand.fallback else None
+    return FakeQuantized(made[0][0], None, made[0][1], rest)
 
 
 def project(

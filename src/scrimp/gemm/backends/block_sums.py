@@ -70,8 +70,8 @@ def sum_of_blocks(
 
 
 def _is_rest(scales: Tensor) -> bool:
-    """Whether one of these groups has a rest. Asked where that is no wait for a device, and there are numbers; a product
-    with scales of 0 adds nothing."""
+    """Whether one of these groups has a rest. Asked where that is no wait for a device, and there are numbers; a
+    product with scales of 0 adds nothing."""
     return scales.device.type != "cpu" or not has_memory(scales) or bool(scales.any())
 
 

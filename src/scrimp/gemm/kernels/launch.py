@@ -30,10 +30,22 @@ CODE_TYPES = {"e2m1": torch.float8_e4m3fn, **BYTES}
 """E2M1 values are stored as the E4M3 codes of the same values: FP4 arithmetic on FP8 tensor cores."""
 WARPS_NEAREST, WARPS_STOCHASTIC = 8, 16
 """Warps of a program with a block of 128 x 128. Nearest: two programs fit a multiprocessor at 128 registers; with noise
-128 do not suffice, and one program should have more warps. By registers alone: times are not measured yet."""
+or a rest 128 do not suffice, and one program should have more warps. By registers alone: times are not measured yet."""
 INPUT_TYPES = (torch.bfloat16, torch.float32)
 Form = Literal["codes", "swizzled", "values"]
 """Of groups: codes with scales in their order or in cuBLASLt's, or values in bfloat16."""
+
+
+@dataclass(frozen=True)
+class RestOfTiles:
+    """What tiles that fell back leave to second codes."""
+
+    codes: Tensor
+    """int8 [R, C]; not written in blocks of which no tile has a rest."""
+    scales: Tensor
+    """float32 [R, ceil(C / 128)], stride (1, R); 0 where there is no rest."""
+    blocks: Tensor
+    """int32 [ceil(R / 128), ceil(C / 128)]: whether one of 128 tiles has a rest."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,7 @@ class RowTiles:
     """float8 or int8 [R, C]."""
     scales: Tensor
     """float32 [R, ceil(C / 128)], stride (1, R)."""
+    rest: RestOfTiles | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +155,12 @@ def empty_tiles(rows: int, columns: int, element: str, device: torch.device) -> 
     """Codes [rows, columns] and scales [rows, groups], not yet filled."""
     codes = torch.empty(rows, columns, dtype=CODE_TYPES[element], device=device)
     return codes, torch.empty(math.ceil(columns / TILE), rows, device=device).t()
+
+
+def empty_rest(rows: int, columns: int, element: str, device: torch.device) -> RestOfTiles:
+    """Room for the rest of row tiles, not yet filled."""
+    blocks = torch.empty(math.ceil(rows / TILE), math.ceil(columns / TILE), dtype=torch.int32, device=device)
+    return RestOfTiles(*empty_tiles(rows, columns, element, device), blocks)
 
 
 def element_constants(element: Element) -> tuple[float, int, int]:
