@@ -31,8 +31,9 @@ Method   Matrices cost 2 FLOPs per weight and token forward, 4 backward; the emb
          small blocks are applied by units that came with FP4's (Blackwell); code times scale is exact
          in bf16, so other devices run them as bf16 products.
 
-Limits   int8_fallback counts each product once: what falls back, no shape says. No credit for recomputation, none for tokens that a document mask hides: both would
-         make a slower program look better. Under FP8 or FP4 the BF16 MFU may pass 80 %, and
+Limits   No credit for recomputation, none for tokens that a document mask hides: both would
+         make a slower program look better. int8_fallback counts each product once: no shape says how
+         much falls back. Under FP8 or FP4 the BF16 MFU may pass 80 %, and
          SOL falls: print both.
 Sources  PaLM (arXiv 2204.02311) appendix B; LLMQ's speed-of-light definition.
 Checked  tests/planner/test_flops.py: published GFLOP per token, and torch's own FLOP counter.
