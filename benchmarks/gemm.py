@@ -288,7 +288,8 @@ def is_emulated(recipe_name: str, gemm: str, runner: str) -> bool:
 
 
 def operand_bytes(recipe_name: str, gemm: str, shape: Shape) -> int:
-    """Codes and scales of both operands, as the format stores them."""
+    """Codes and scales of both operands, as the format stores them; without second codes, which normal numbers have
+    none of."""
     operands = zip(operands_of(gemm, recipe_name), (shape.m, shape.n), strict=True)
     return sum(
         _BF16_BYTES * rows * shape.k

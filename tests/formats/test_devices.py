@@ -34,6 +34,7 @@ def codes_of(x: Tensor, operand: Operand) -> QuantizedTensor:
         rounding=operand.rounding,
         hadamard=operand.hadamard,
         four_over_six=operand.four_over_six,
+        fallback=operand.fallback,
         noise=Noise(3),
     )
 
@@ -77,11 +78,16 @@ def test_the_watch_sees_a_division() -> None:
 def test_a_gpu_gives_the_codes_and_scales_of_a_cpu(operand: Operand) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    there, here = codes_of(numbers().cuda(), operand), codes_of(numbers(), operand)
-    for name in ("payload", "scales", "tensor_scale"):
-        ours, theirs = getattr(there, name), getattr(here, name)
-        assert (ours is None) == (theirs is None)
-        if theirs is not None:
-            assert torch.equal(
-                ours.cpu().reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)
-            ), name
+    x = numbers()
+    x[3, 5], x[4:6] = 1e4, x[4:6] * 1e-4
+    x[4, 130] = 7.0
+    there, here = codes_of(x.cuda(), operand), codes_of(x, operand)
+    assert (there.rest is not None) == (here.rest is not None) == operand.fallback
+    for a, b in ((there, here), (there.rest, here.rest)):
+        for name in ("payload", "scales", "tensor_scale"):
+            ours, theirs = getattr(a, name, None), getattr(b, name, None)
+            assert (ours is None) == (theirs is None)
+            if theirs is not None:
+                assert torch.equal(
+                    ours.cpu().reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)
+                ), name

@@ -23,7 +23,7 @@ OPERANDS = [
     for four_over_six in (
         (False, True) if scaling.startswith("nvfp4") and rounding == "nearest" else (False,)
     )
-]
+] + [Operand("int8", "tile", fallback=True)]
 
 
 def normal(*shape: int) -> Tensor:
@@ -39,6 +39,7 @@ def packed(x: Tensor, operand: Operand, axis: int, noise: Noise | None = None) -
         operand.rounding,
         hadamard=operand.hadamard,
         four_over_six=operand.four_over_six,
+        fallback=operand.fallback,
         noise=noise,
     )
 

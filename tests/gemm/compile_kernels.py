@@ -32,6 +32,7 @@ from scrimp.gemm.kernels import (
     tiles,
 )
 from scrimp.gemm.kernels.launch import WARPS_NEAREST, WARPS_STOCHASTIC
+from scrimp.precision.recipes import FALLBACK_SUM
 
 E4M3 = {"ELEMENT": (448.0, 3, -6)}
 E5M2 = {"ELEMENT": (57344.0, 2, -14)}
@@ -46,8 +47,12 @@ TYPES = {
     **dict.fromkeys(("row_tensor_scale", "column_tensor_scale"), "*fp32"),
     **dict.fromkeys(("row_hashes", "column_hashes", "second_row_hashes", "second_column_hashes"), "*i32"),
     **dict.fromkeys(("maxima", "row_maxima", "column_maxima"), "*i32"),
+    **dict.fromkeys(("rest", "rest_codes"), "*i8"),
+    "rest_scales": "*fp32",
+    "rest_blocks": "*i32",
     "c": "*bf16",
 }
+NO_REST = dict.fromkeys(("rest", "rest_codes", "rest_scales", "rest_blocks"))
 ANY_NUMBER = ("first_row", "first_column", "row_key", "column_key", "key", "second_key")
 """Addresses and keys, which need be multiples of nothing."""
 
@@ -69,14 +74,24 @@ def tile_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str
             "STOCHASTIC_COLUMN": stochastic,
             "BY_ROW": True,
             "BY_COLUMN": True,
+            "LIMIT": FALLBACK_SUM,
         }
         warps = WARPS_STOCHASTIC if stochastic or "*u8" in types.values() else WARPS_NEAREST
-        cases.append((kernel, label, warps, 3, {**choice, "BLOCK": 128, **element}, types))
+        constants = {**choice, **without_rest(kernel), "BLOCK": 128, **element}
+        cases.append((kernel, label, warps, 3, constants, types))
+    falls_back = {name: value for name, value in constants.items() if name not in NO_REST}
+    falls_back |= {"STOCHASTIC": False, "STOCHASTIC_COLUMN": False}
+    cases.append((kernel, "int8 fallback", WARPS_STOCHASTIC, 3, falls_back, types))
     integers = {"codes": "*i8", "transposed_codes": "*i8"}
     for label, element, types in (("e4m3", E4M3, {}), ("int8", INT8, integers)):
         constants = {"TRANSPOSED": True, "BLOCK": 128, **element}
         cases.append((block_scaled.quantize_blocks_kernel, label, WARPS_NEAREST, 3, constants, types))
     return cases
+
+
+def without_rest(kernel: Any) -> dict[str, Any]:
+    """A kernel's arguments for second codes, of which there are none."""
+    return {name: value for name, value in NO_REST.items() if name in kernel.arg_names}
 
 
 def row_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
@@ -172,6 +187,7 @@ def matmul_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, s
         "ADDS": False,
         "BLOCK_SCALED": True,
         "b_scales_group": 1,
+        **without_rest(kernel),
     }
     address = dict.fromkeys(ANY_NUMBER, "i64")
     cases: list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]] = []
@@ -199,6 +215,15 @@ def matmul_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, s
             own = {**constants, "EVEN_K": kind == "even"}
             types = {"a": "*i8", "b": "*i8", **address}
             cases.append((kernel, f"{label} int8 {kind}", warps, stages, own, types))
+    integers = {"a": "*i8", "b": "*i8", **address}
+    for config in matmul.scaled_matmul_kernel.configs:
+        name = f"{config.kwargs['BLOCK_M']}x{config.kwargs['BLOCK_N']} stages {config.num_stages}"
+        plain = {**common, **config.kwargs}
+        twice = {name: value for name, value in plain.items() if name not in NO_REST}
+        ragged = {**twice, "EVEN_K": False}
+        for label, own in (("alone", plain), ("fallback", twice), ("fallback ragged", ragged)):
+            case = (kernel, f"{name} int8 {label}", config.num_warps, config.num_stages, own, integers)
+            cases.append(case)
     return cases
 
 

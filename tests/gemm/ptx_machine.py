@@ -374,6 +374,16 @@ def _convert(machine: Machine, it: Instruction) -> None:
     machine.write(it, it.operands[0], machine.read(it.operands[1], it.type).astype(TYPES[wanted]))
 
 
+def _truncate(machine: Machine, it: Instruction) -> None:
+    """Of float32 to integers, towards zero and within their range; of NaN 0."""
+    kind = TYPES[it.operation.removeprefix("cvt.rzi.")]
+    value, limits = (
+        np.nan_to_num(machine.read(it.operands[1], "f32"), posinf=np.inf, neginf=-np.inf),
+        np.iinfo(kind),
+    )
+    machine.write(it, it.operands[0], np.trunc(value.clip(limits.min, limits.max)).astype(kind))
+
+
 def _convert_to_float8(machine: Machine, it: Instruction) -> None:
     """Two numbers to two codes; the first one's is the high byte."""
     dtype, largest = (torch.float8_e4m3fn, 448.0) if "e4m3" in it.operation else (torch.float8_e5m2, 57344.0)
@@ -400,6 +410,7 @@ SPECIAL: dict[str, Callable[[Machine, Instruction], None]] = {
     **{f"cvt.{sign}{size}": _convert for sign in "su" for size in (8, 16, 32, 64)},
     **{f"cvt.rn.satfinite.{name}x2": _convert_to_float8 for name in ("e4m3", "e5m2")},
     "cvt.rn.f32": _convert,
+    "cvt.rzi.s16": _truncate,
     "ld.param": _load_parameter,
     "bar": _barrier,
     "bar.warp": _barrier,

@@ -413,6 +413,7 @@ def test_a_projection_is_the_quantized_matrix_times_vectors(
         axis,
         operand.rounding,
         hadamard=operand.hadamard,
+        fallback=operand.fallback,
         noise=noise,
     ).dequantize(torch.float64)
     wanted = (values.T if transposed else values) @ vectors

@@ -51,6 +51,10 @@ def assert_same_operand(a: ReferenceOperand, b: ReferenceOperand) -> None:
     assert same(ours.values, theirs.values)
     assert same(ours.outer, theirs.outer)
     assert same(ours.inner, theirs.inner)
+    assert (ours.rest is None) == (theirs.rest is None)
+    if ours.rest is not None and theirs.rest is not None:
+        assert same(ours.rest.values, theirs.rest.values)
+        assert same(ours.rest.inner, theirs.rest.inner)
 
 
 @pytest.fixture

@@ -25,11 +25,13 @@ from triton_cases import (
     assert_same_bits,
     assert_same_codes,
     assert_same_groups,
+    assert_same_rest,
     assert_same_tensor_scale,
     exact_under_rotation,
     fake_values,
     in_groups,
     matrix,
+    outlying,
     spoilt,
 )
 
@@ -130,6 +132,23 @@ def test_tiles_of_both_axes(
         for tiles, axis, stream in ((row, -1, noise), (column, -2, other)):
             expected = quantize(x, "e4m3", "tile", axis, "stochastic" if stream else "nearest", noise=stream)
             assert_same_codes(tiles.codes, tiles.scales, expected)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize(("shape", "dtype"), FEW_CASES)
+@pytest.mark.every(6)
+def test_tiles_with_a_rest(
+    on_ptx: PtxLauncher, shape: tuple[int, int], dtype: torch.dtype, everywhere: bool
+) -> None:
+    """Second codes of all blocks are written where each has a rest, and of none where none has."""
+    x = outlying(*shape, dtype, everywhere=True) if everywhere else torch.ones(shape, dtype=dtype)
+    row, _ = quantize_tiles(x, "int8", by_row=True, by_column=False, fallback=True)
+    expected = quantize(x, "int8", "tile", fallback=True)
+    assert row is not None
+    assert row.rest is not None
+    assert_same_codes(row.codes, row.scales, expected)
+    assert_same_rest(row.rest, expected)
+    assert bool(row.rest.blocks.bool().all() if everywhere else not row.rest.blocks.any())
 
 
 @pytest.mark.slow

@@ -24,6 +24,8 @@ Bound of a product     A B with operands moved by at most D and E moves by at mo
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ from torch import Tensor
 
 from scrimp.formats import Noise, fake_quantize, quantize
 from scrimp.formats.hadamard import rotate
-from scrimp.gemm.backends import ReferenceBackend, reference
+from scrimp.gemm.backends import ReferenceBackend, block_sums, reference
 from scrimp.gemm.problem import AXES, COLUMNS, Use, operands_of
 from scrimp.precision import GEMMS, OPERANDS, Operand, lookup_element, lookup_scaling
 
@@ -66,7 +68,14 @@ def dequantized(x: Tensor, operand: Operand, axis: int, noise: Noise) -> Tensor:
     """[rows, K] in float64, by way of stored codes."""
     x = padded(x, axis) if operand.hadamard else x
     codes = quantize(
-        x, operand.element, operand.scaling, axis, operand.rounding, hadamard=operand.hadamard, noise=noise
+        x,
+        operand.element,
+        operand.scaling,
+        axis,
+        operand.rounding,
+        hadamard=operand.hadamard,
+        fallback=operand.fallback,
+        noise=noise,
     )
     return upright(codes.dequantize(), axis).double()
 
@@ -123,13 +132,26 @@ def test_bf16_products_add_two_roundings_of_the_result_at_most(
     exact = a @ b.T
     rounded = exact.abs()
     if is_fast and recipe not in ("bf16", "fp32"):
-        step = 128 if recipe in ("fp8", "fp4", "int8") else a.shape[1]
-        rounded = rounded + sum(
-            (x @ y.T).abs() for x, y in zip(a.split(step, 1), b.split(step, 1), strict=True)
-        )
+        step = 128 if recipe in ("fp8", "fp4", "int8", "int8_fallback") else a.shape[1]
+        for payload in payloads(gemm, recipe, a, dtype):
+            rounded = rounded + sum(
+                (x @ y.T).abs() for x, y in zip(payload.split(step, 1), b.split(step, 1), strict=True)
+            )
     left_out = (a.shape[1] + 56) * FP32
     bound = BF16 * (1 + BF16) * rounded + left_out * (size[0] @ size[1].T)
     assert bool(((y - exact).abs() <= bound).all())
+
+
+def payloads(gemm: str, recipe: str, a: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """What the first operand is the sum of: the values of each payload."""
+    operand = operands_of(gemm, recipe)[0]
+    if operand is None or not operand.fallback:
+        return [a]
+    first = dequantized(
+        matrices(37, 100, 130, dtype)["x"], replace(operand, fallback=False), COLUMNS, Noise()
+    )
+    assert not torch.equal(a, first)
+    return [first, a - first]
 
 
 def products_of(
@@ -155,10 +177,38 @@ def test_the_carrier_is_the_cheapest_that_is_exact(
     recipe: str, gemm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference, "multiplies_bf16_fast", lambda device: True)
-    assert products_of(recipe, gemm, torch.bfloat16, monkeypatch) == [torch.bfloat16]
+    twice = recipe == "int8_fallback" and gemm == "fprop"  # X has outliers
+    assert products_of(recipe, gemm, torch.bfloat16, monkeypatch) == [torch.bfloat16] * (1 + twice)
     assert products_of(recipe, gemm, torch.float32, monkeypatch)[-1:] == [torch.float32]
     monkeypatch.setattr(reference, "multiplies_bf16_fast", lambda device: False)
     assert products_of(recipe, gemm, torch.bfloat16, monkeypatch)[-1:] == [torch.float32]
+
+
+def test_only_blocks_with_tiles_that_fell_back_are_multiplied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By count of products; by numbers it makes no difference to multiply them all."""
+    monkeypatch.setattr(reference, "multiplies_bf16_fast", lambda device: True)
+    backend, w = ReferenceBackend(), random(40, 400, seed=1).bfloat16()
+    x_operand, w_operand = operands_of("fprop", "int8_fallback")
+    x = random(20, 400, seed=2)
+    x[3, 200], x[5, 399] = 1e4, -300.0
+    sums, plain = [], reference.bf16_product
+    for is_asked in (True, False):
+        widths: list[int] = []
+
+        def counted(a: Tensor, *rest: Any, widths: list[int] = widths) -> Tensor:
+            widths.append(a.shape[1])
+            return plain(a, *rest)
+
+        monkeypatch.setattr(reference, "bf16_product", counted)
+        if not is_asked:
+            monkeypatch.setattr(block_sums, "_is_rest", lambda scales: True)
+        operands = (
+            backend.prepare(x.bfloat16(), Use(x_operand, COLUMNS, Noise())),
+            backend.prepare(w, Use(w_operand, COLUMNS, Noise())),
+        )
+        sums.append(backend.multiply("fprop", *operands, torch.bfloat16))
+        assert widths == ([128, 128, 128, 128, 16, 16] if is_asked else [128] * 6 + [16] * 2)
+    assert torch.equal(*sums)
 
 
 @pytest.mark.parametrize("gemm", GEMMS)

@@ -10,15 +10,18 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from triton_cases import DEVICE, sums_step
+from triton_cases import DEVICE, sums_step, written_codes
 
+from scrimp.errors import PlanError
 from scrimp.formats import Noise, QuantizedTensor, fake_quantize
 from scrimp.gemm.backends import ReferenceBackend, TritonBackend
-from scrimp.gemm.problem import AXES, Shape, Use, operands_of, shape_of
-from scrimp.precision import GEMMS
+from scrimp.gemm.backends.operands import is_kernel_pair
+from scrimp.gemm.kernels.launch import RestOfTiles
+from scrimp.gemm.problem import AXES, COLUMNS, ROWS, Shape, Use, operands_of, shape_of
+from scrimp.precision import GEMMS, Operand
 
 BACKEND, REFERENCE = TritonBackend(), ReferenceBackend()
-TILED, GROUPED = ("fp8", "fp4", "int8"), ("mxfp8", "mxfp4", "nvfp4")
+TILED, GROUPED = ("fp8", "fp4", "int8", "int8_fallback"), ("mxfp8", "mxfp4", "nvfp4")
 SIZES = (40, 144, 200)
 """Tokens, inputs, outputs: none a multiple of 128, and tokens of no 16."""
 WHERE = torch.device(DEVICE)
@@ -51,6 +54,17 @@ def exact(cases: list[tuple[Tensor, Use]]) -> tuple[Tensor, Tensor]:
         ).dequantize()
         sides.append((values if use.axis == -1 else values.T).double())
     return sides[0] @ sides[1].T, sides[0].abs() @ sides[1].abs().T
+
+
+def parts_of(operand: Any) -> list[Tensor]:
+    """The tensors of an operand, but for second codes that are not written."""
+    found = []
+    for part in vars(operand).values():
+        if isinstance(part, RestOfTiles):
+            found += [written_codes(part), part.scales, part.blocks]
+        elif part is not None:
+            found.append(part)
+    return found
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -118,11 +132,8 @@ def test_a_pair_is_the_two_operands(recipe: str) -> None:
     pair = BACKEND.prepare_pair(g, first, second)
     for ours, use in zip(pair, (first, second), strict=True):
         alone = BACKEND.prepare(g, use)
-        mine, other = (vars(ours).values(), vars(alone).values())
-        for left, right in zip(mine, other, strict=True):
-            assert (left is None and right is None) or torch.equal(
-                left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)
-            )
+        for left, right in zip(parts_of(ours), parts_of(alone), strict=True):
+            assert torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
 
 
 @pytest.mark.parametrize("recipe", TILED + GROUPED)
@@ -131,8 +142,9 @@ def test_preparing_and_storing_in_one_pass_are_the_two(recipe: str) -> None:
     saved = case("wgrad", recipe)[1][1]
     operand, codes = BACKEND.prepare_and_store(x, use, saved)
     alone = BACKEND.prepare(x, use)
-    for ours, theirs in zip(vars(operand).values(), vars(alone).values(), strict=True):
-        assert (ours is None and theirs is None) or torch.equal(ours.float(), theirs.float())
+    assert (len(parts_of(operand)) == 5) == (recipe == "int8_fallback")
+    for ours, theirs in zip(parts_of(operand), parts_of(alone), strict=True):
+        assert torch.equal(ours.float(), theirs.float())
     for ours, theirs in zip(bytes_of(codes), bytes_of(REFERENCE.store(x, saved)), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -188,6 +200,17 @@ def test_a_whole_scale_is_the_maximum_over_shards() -> None:
 )
 def test_formats_without_a_kernel_are_refused(recipe: str, words: str) -> None:
     assert words in (BACKEND.refusal("fprop", recipe, Shape(16, 16, 16), WHERE) or "")
+
+
+def test_second_codes_along_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    twice = Operand("int8", "tile", fallback=True)
+    pairs = {"wgrad": (twice, Operand("int8", "tile"))}
+    monkeypatch.setattr("scrimp.gemm.backends.triton.operands_of", lambda gemm, recipe: pairs[gemm])
+    assert BACKEND.refusal("wgrad", "ours", None, WHERE) == "no kernel makes second codes along rows"
+    along_rows = Use(twice, ROWS, Noise())
+    assert not is_kernel_pair(Use(twice, COLUMNS, Noise()), along_rows)
+    with pytest.raises(PlanError, match="fall back"):
+        BACKEND.prepare(torch.ones(4, 6, device=DEVICE), along_rows)
 
 
 def test_without_a_gpu_and_the_interpreter_everything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from triton_cases import DEVICE, TILE, sums_step
+from triton_cases import DEVICE, TILE, sums_step, written_codes
 
 from scrimp.errors import PlanError
 from scrimp.formats import Noise
 from scrimp.gemm.kernels import add_scaled_matmul, quantize_blocks, quantize_tiles, scaled_matmul
+from scrimp.gemm.kernels.launch import empty_rest
 from scrimp.optim.targets import add_by_operators
 
 
@@ -79,6 +82,60 @@ def test_a_product_of_integers_has_exact_sums_of_tiles(is_block: bool) -> None:
         part = slice(start, start + TILE)
         total += (left[:, part].double() @ right[:, part].double().T).float()
     assert torch.equal(scaled_matmul(a.codes, a.scales, b.codes, b.scales, torch.float32).cpu(), total)
+
+
+@pytest.mark.parametrize("is_block", [False, True], ids=["tiles", "blocks"])
+@pytest.mark.parametrize("k", [300, 384])
+def test_second_codes_are_multiplied_where_a_block_has_them_and_read_nowhere_else(
+    is_block: bool, k: int
+) -> None:
+    """Tile by tile in float32, of exact sums: bit for bit, interpreted."""
+    m, n = 140, 130
+    generator = torch.Generator().manual_seed(1)
+    left, right = (torch.rand(size, k, generator=generator) - 0.5 for size in (m, n))
+    left[3, 5], left[131, 290], left[132, 299] = 10.0, 6.0, -8.0
+    a, _ = quantize_tiles(left.to(DEVICE), "int8", by_row=True, by_column=False, fallback=True)
+    b, _ = quantize_tiles(right.to(DEVICE), "int8", by_row=True, by_column=False)
+    assert a is not None
+    assert b is not None
+    b = quantize_blocks(right.to(DEVICE), "int8", transposed=False) if is_block else b
+    rest = a.rest
+    assert rest is not None
+    assert rest.blocks.cpu().tolist() == [[1, 0, 0], [0, 0, 1]]
+    b_scales = (b.scales.repeat_interleave(TILE, 0)[:n] if is_block else b.scales).cpu()
+    total, second = torch.zeros(m, n), written_codes(rest).cpu()
+    for group, start in enumerate(range(0, k, TILE)):
+        part = slice(start, start + TILE)
+        for codes, scales in ((a.codes.cpu(), a.scales.cpu()), (second, rest.scales.cpu())):
+            exact = codes[:, part].double() @ b.codes[:, part].cpu().double().T
+            total += exact.float() * (scales[:, group, None] * b_scales[:, group])
+    is_read = rest.blocks.repeat_interleave(TILE, 0)[:m].bool()
+    rest.codes[~is_read.repeat_interleave(TILE, 1)[:, :k]] = 77
+    rest.scales[~is_read] = torch.nan
+    c = scaled_matmul(a.codes, a.scales, b.codes, b.scales, torch.float32, rest=rest).cpu()
+    bound = 0 if DEVICE == "cpu" else 3 * 2.0**-24 * float(total.abs().max())
+    assert float((c - total).abs().max()) <= bound
+    without = scaled_matmul(a.codes, a.scales, b.codes, b.scales, torch.float32).cpu()
+    exact = left.double() @ right.double().T
+    changed = (c != without).any(1).nonzero().flatten().tolist()
+    assert changed == [3, 131, 132]
+    assert float((c - exact)[changed].norm()) < 0.5 * float((without - exact)[changed].norm())
+
+
+def test_a_rest_that_does_not_lie_as_its_operand_is_refused() -> None:
+    a, sa, b, sb = operands(8, 8, 256, "int8", "int8", False)
+    whole, narrow = (empty_rest(8, size, "int8", torch.device(DEVICE)) for size in (256, 128))
+    for rest in (
+        narrow,
+        replace(whole, codes=whole.codes.float()),
+        replace(whole, scales=whole.scales.contiguous()),
+        replace(whole, blocks=whole.blocks.bool()),
+    ):
+        with pytest.raises(PlanError, match="the rest does not fit"):
+            scaled_matmul(a, sa, b, sb, rest=rest)
+    wrong = operands(8, 8, 256, "e4m3", "e4m3", False)
+    with pytest.raises(PlanError, match="the rest does not fit"):
+        scaled_matmul(*wrong, rest=whole)
 
 
 def of_tensor_cores(left: Tensor, right: Tensor, *, bits: int = 14, instructions: int = 4) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from triton_cases import DEVICE, assert_same_codes, matrix, spoilt
+from triton_cases import DEVICE, assert_same_codes, assert_same_rest, matrix, outlying, spoilt
 
 from scrimp.errors import PlanError
 from scrimp.formats import Noise, quantize
@@ -90,6 +90,42 @@ def test_nonfinite_groups_get_a_nan_scale_and_spoil_no_other_group(element: str,
     assert_same_codes(row.codes, row.scales, expected)
     assert_same_codes(column.codes, column.scales, quantize(x, element, "tile", -2))
     assert_same_codes(blocks.codes, blocks.scales, quantize(x, element, "block", -1))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(300, 200), (130, 384), (5, 17)])
+@pytest.mark.parametrize("by_column", [True, False])
+def test_row_tiles_with_outliers_have_a_rest(
+    shape: tuple[int, int], dtype: torch.dtype, by_column: bool
+) -> None:
+    x = outlying(*shape, dtype)
+    row, column = quantize_tiles(x.to(DEVICE), "int8", by_row=True, by_column=by_column, fallback=True)
+    expected = quantize(x, "int8", "tile", fallback=True)
+    assert row is not None
+    assert_same_codes(row.codes, row.scales, expected)
+    assert_same_rest(row.rest, expected)
+    if column is not None:
+        assert_same_codes(column.codes, column.scales, quantize(x, "int8", "tile", -2))
+
+
+def test_tiles_that_are_not_finite_have_no_rest_and_take_none_from_others() -> None:
+    x = spoilt(140, 200, torch.float32)
+    x[5, 3], x[0, 190], x[9, 150] = 1e9, 1e9, 1e-36
+    row, _ = quantize_tiles(x.to(DEVICE), "int8", by_row=True, by_column=False, fallback=True)
+    expected = quantize(x, "int8", "tile", fallback=True)
+    assert row is not None
+    assert_same_codes(row.codes, row.scales, expected)
+    assert_same_rest(row.rest, expected)
+    assert expected.rest is not None
+    assert (expected.rest.scales[[0, 5]] > 0).tolist() == [[False, True], [True, False]]
+    assert (expected.rest.scales[9] == 2.0**-126).all()  # of subnormal numbers
+
+
+def test_a_rest_is_of_integers_along_rows_rounded_to_nearest() -> None:
+    x = torch.ones(4, 6, device=DEVICE)
+    for element, by_row, noise in (("e4m3", True, None), ("int8", False, None), ("int8", True, Noise())):
+        with pytest.raises(PlanError, match="fall back"):
+            quantize_tiles(x, element, by_row=by_row, by_column=not by_row, noise=noise, fallback=True)
 
 
 @pytest.mark.parametrize("by_row", [True, False])

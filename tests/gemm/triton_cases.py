@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from scrimp.formats import Noise, Operand, QuantizedTensor, fake_quantize
 from scrimp.formats.codes import decode
 from scrimp.gemm.kernels import GroupsOf, QuantizedGroups, quantize_groups
+from scrimp.gemm.kernels.launch import RestOfTiles
 from scrimp.gemm.probe import ACCUMULATOR_STEP, INSTRUCTION_K
 from scrimp.precision import lookup_element
 
@@ -74,6 +76,33 @@ def assert_same_codes(codes: Tensor, scales: Tensor, expected: QuantizedTensor) 
         assert codes.dtype == expected.payload.dtype
         ours, theirs = codes.view(torch.uint8), expected.payload.view(torch.uint8)
     assert torch.equal(ours[compared], theirs[compared])
+
+
+def outlying(rows: int, columns: int, dtype: torch.dtype, *, everywhere: bool = False) -> Tensor:
+    """A matrix with outliers in some tiles of rows, or in one of each block."""
+    x = matrix(rows, columns, torch.float32, seed=9)
+    x[3, 5], x[4, min(130, columns - 1)] = 1e4 * x[3].abs().max(), -40 * x[4].abs().max()
+    x[rows - 1, columns - 1] = 1e3 * x[rows - 1].abs().max()
+    if everywhere:
+        x[2::TILE, ::TILE] = 1e3 * x[2::TILE].abs().amax(1, keepdim=True) + 1
+    return x.to(dtype)
+
+
+def written_codes(rest: RestOfTiles) -> Tensor:
+    """Second codes, with 0 in blocks without a rest, which are not written."""
+    spread = rest.blocks.repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)
+    return rest.codes * spread[: rest.codes.shape[0], : rest.codes.shape[1]].to(torch.int8)
+
+
+def assert_same_rest(rest: RestOfTiles | None, expected: QuantizedTensor) -> None:
+    """Second codes, scales and flags, bit for bit."""
+    assert rest is not None
+    assert expected.rest is not None
+    scales = expected.rest.scales
+    assert torch.equal(rest.scales.cpu().view(torch.int32), scales.view(torch.int32))
+    assert torch.equal(written_codes(rest).cpu(), expected.rest.payload)
+    padded = F.pad(scales, (0, 0, 0, -len(scales) % TILE)).unflatten(0, (-1, TILE))
+    assert torch.equal(rest.blocks.cpu(), (padded > 0).any(1).int())
 
 
 def in_groups(x: Tensor, wanted: GroupsOf, axis: int) -> QuantizedGroups:

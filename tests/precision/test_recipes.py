@@ -51,7 +51,13 @@ def test_every_operand_quantizes_and_every_gemm_is_near_the_exact_one(name: str)
             exact.append(x)
             ours.append(fake_quantize(x, operand, axis, keep_rotation=True).dequantize())
             packed = quantize(
-                x, operand.element, operand.scaling, axis, operand.rounding, hadamard=operand.hadamard
+                x,
+                operand.element,
+                operand.scaling,
+                axis,
+                operand.rounding,
+                hadamard=operand.hadamard,
+                fallback=operand.fallback,
             )
             assert packed.dequantize().shape == x.shape
             assert RECIPES[name].bits == {"e2m1": 4, "e4m3": 8, "e5m2": 8, "int8": 8}[operand.element]
@@ -237,3 +243,14 @@ def test_what_no_format_defines_is_refused_by_name() -> None:
         Operand("e2m1", "nvfp4", "stochastic", four_over_six=True)
     with pytest.raises(PlanError, match="one operand is rotated"):
         GemmRecipe(Operand("e2m1", "nvfp4", hadamard=True), Operand("e2m1", "nvfp4"))
+    for wrong in (
+        lambda: Operand("e4m3", "tile", fallback=True),
+        lambda: Operand("int8", "block", fallback=True),
+        lambda: Operand("int8", "tile", "stochastic", fallback=True),
+        lambda: Operand("int8", "tile", hadamard=True, fallback=True),
+    ):
+        with pytest.raises(PlanError, match="only tiles of integers that are rounded to nearest fall back"):
+            wrong()
+    twice = Operand("int8", "tile", fallback=True)
+    with pytest.raises(PlanError, match="only the first operand of a product falls back"):
+        GemmRecipe(Operand("int8", "tile"), twice)

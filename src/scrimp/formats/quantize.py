@@ -5,7 +5,7 @@ Both do the same arithmetic, piece by piece (see grouping.py)::
     amax    largest magnitude of each group (over the whole tensor first, where a scale spans it)
     scale   scales.py
     q       round(x / scale) to the element's values, rounding.py
-    x~      q * scale
+    x~      q * scale; and of groups that fall back what is left, fallback.py
 
 `quantize` is the door for users, storage and tests; `fake_quantize` is what an emulated GEMM
 reads: no codes are packed, and nothing is copied into another layout.
@@ -27,6 +27,7 @@ from torch import Tensor
 from scrimp.errors import PlanError
 from scrimp.formats import scales as scale_rules
 from scrimp.formats.codes import BYTES, encode
+from scrimp.formats.fallback import Remainder, remainder_of
 from scrimp.formats.grouping import Groups, largest_magnitude
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.hadamard import rotate
@@ -52,6 +53,7 @@ def quantize(
     *,
     hadamard: bool = False,
     four_over_six: bool = False,
+    fallback: bool = False,
     noise: Noise | None = None,
     reduce_amax: AmaxReducer | None = None,
 ) -> QuantizedTensor:
@@ -66,33 +68,41 @@ def quantize(
         rounding: nearest (even), or stochastic: unbiased, for gradients.
         hadamard: rotate groups of 16 along the axis first; `dequantize` rotates back.
         four_over_six: per NVFP4 block the better of two scales.
+        fallback: a second payload for tiles of integers that have outliers.
         noise: stream for stochastic rounding; unset: the stream of key 0.
         reduce_amax: takes maxima over shards, in place.
 
     Raises:
         PlanError: unknown names, a combination that no format defines, not a floating tensor.
     """
-    operand = Operand(element, scaling, rounding, hadamard, four_over_six)
+    operand = Operand(element, scaling, rounding, hadamard, four_over_six, fallback)
     kind, elements = lookup_scaling(scaling), lookup_element(element)
     _check(x, axis, kind)
     moved = x.detach().movedim(axis, -1)
     # Rotated groups are stored whole: they mix with their padding.
     length = moved.shape[-1] + (-moved.shape[-1] % HADAMARD_SIZE if hadamard else 0)
     num_bytes = math.ceil(length * elements.bits / 8)
-    payload = torch.empty((*moved.shape[:-1], num_bytes), dtype=PAYLOAD_TYPES[element], device=x.device)
-    scales = torch.ones(scale_shape((*moved.shape[:-1], length), kind), device=x.device)
-    scales = scales.to(SCALE_TYPES[kind.scale_type])
+    size = scale_shape((*moved.shape[:-1], length), kind)
+    payloads, scales = [], []
+    for scale in (1.0, 0.0) if fallback else (1.0,):  # of nothing
+        shape = (*moved.shape[:-1], num_bytes)
+        payloads.append(torch.empty(shape, dtype=PAYLOAD_TYPES[element], device=x.device))
+        scales.append(torch.full(size, scale, device=x.device).to(SCALE_TYPES[kind.scale_type]))
     # An element keeps its address, whichever way its matrix is read.
     is_transposed = x.dim() > 1 and axis % x.dim() == x.dim() - 2
     stack, tensor_scale = _prepare(_stack(moved, kind), operand, -1, reduce_amax)
     for index, matrix in enumerate(stack):
         stream = (noise or Noise()).derive(index) if len(stack) > 1 else noise or Noise()
         for piece in _rounded(matrix, operand, -1, stream, tensor_scale, reduce_amax, is_transposed):
-            codes_RB = payload.view(len(stack), -1, num_bytes)[index]
-            codes_RB[piece.rows] = encode(piece.values[:, :length], elements)
             groups = slice(piece.first_group, piece.first_group + piece.scales.stored.shape[0])
-            scales.view(len(stack), -1, scales.shape[-1])[index, groups] = piece.scales.stored[:, 0, :, 0]
-    return QuantizedTensor(payload, scales, tensor_scale, operand, axis, x.shape)
+            for payload, own, (values, stored) in zip(payloads, scales, piece.payloads(), strict=True):
+                codes_RB = payload.view(len(stack), -1, num_bytes)[index]
+                codes_RB[piece.rows] = encode(values[:, :length], elements)
+                own.view(len(stack), -1, own.shape[-1])[index, groups] = stored[:, 0, :, 0]
+    rest = None
+    if fallback:
+        rest = QuantizedTensor(payloads[1], scales[1], None, Operand(element, scaling), axis, x.shape)
+    return QuantizedTensor(payloads[0], scales[0], tensor_scale, operand, axis, x.shape, rest)
 
 
 def fake_quantize(
@@ -121,32 +131,48 @@ def fake_quantize(
         raise PlanError("operands of a GEMM are matrices", got=f"shape {tuple(x.shape)}", expected="2 axes")
     axis = axis % 2 - 2
     stack, tensor_scale = _prepare(x.detach()[None], operand, axis, reduce_amax)
-    out = torch.empty(stack.shape[1:], dtype=carrier, device=x.device)
-    inner: Tensor | None = None
-    if carrier == torch.bfloat16 and kind.name in INEXACT_IN_BF16 and out.numel():
-        groups = Groups.of(kind, axis, *stack.shape[1:])
-        sizes = zip(stack.shape[1:], (groups.rows, groups.columns), strict=True)
-        inner = torch.empty([-(-size // group) for size, group in sizes], device=x.device)
-    outer = None if tensor_scale is None else tensor_scale.reshape(1, 1)
-    has_row_scales = kind.rows == 1 and kind.columns is None and axis == -1
-    if has_row_scales and out.numel():
-        outer = torch.empty(len(out), 1, device=x.device)
-    for piece in _rounded(stack[0], operand, axis, noise or Noise(), tensor_scale, reduce_amax):
-        if inner is not None:
-            decode = piece.scales.decode
-            inner[piece.first_group : piece.first_group + len(decode)] = decode[:, 0, :, 0]
-        elif kind.columns is not None:
-            piece.grouped.mul_(piece.scales.decode)
-        elif has_row_scales and outer is not None:
-            outer[piece.rows] = piece.scales.decode[:, 0, :, 0]
-        else:
-            outer = piece.scales.decode[:, 0, :, 0]
-        out[piece.rows] = piece.values[:, : out.shape[1]]
-    found = FakeQuantized(out, outer, inner)
+    pieces = _rounded(stack[0], operand, axis, noise or Noise(), tensor_scale, reduce_amax)
+    shape = stack.shape[1:]
+    if carrier == torch.bfloat16 and kind.name in INEXACT_IN_BF16 and shape.numel():
+        found = _beside_scales(pieces, operand, axis, shape, x.device)
+    else:
+        has_row_scales = kind.rows == 1 and kind.columns is None and axis == -1
+        out = torch.empty(shape, dtype=carrier, device=x.device)
+        outer = None if tensor_scale is None else tensor_scale.reshape(1, 1)
+        if has_row_scales and out.numel():
+            outer = torch.empty(len(out), 1, device=x.device)
+        for piece in pieces:
+            if kind.columns is not None:
+                piece.dequantize()
+            elif has_row_scales and outer is not None:
+                outer[piece.rows] = piece.scales.decode[:, 0, :, 0]
+            else:
+                outer = piece.scales.decode[:, 0, :, 0]
+            out[piece.rows] = piece.values[:, : shape[1]]
+        found = FakeQuantized(out, outer)
     if operand.hadamard and not keep_rotation:
         rotated = rotate(found.dequantize(), axis, inverse=True)
         return FakeQuantized(rotated[: x.shape[0], : x.shape[1]].to(carrier), None)
     return found
+
+
+def _beside_scales(
+    pieces: Iterator[_Piece], operand: Operand, axis: int, shape: torch.Size, device: torch.device
+) -> FakeQuantized:
+    """The element's values in bfloat16, of each payload, with fp32 scales that they are not multiplied by."""
+    groups = Groups.of(lookup_scaling(operand.scaling), axis, *shape)
+    sizes = [-(-size // group) for size, group in zip(shape, (groups.rows, groups.columns), strict=True)]
+    made = [
+        (torch.empty(shape, dtype=torch.bfloat16, device=device), torch.empty(sizes, device=device))
+        for _ in range(2 if operand.fallback else 1)
+    ]
+    for piece in pieces:
+        own = slice(piece.first_group, piece.first_group + len(piece.scales.decode))
+        for (out, inner), (values, scales) in zip(made, piece.payloads(), strict=True):
+            out[piece.rows] = values[:, : shape[1]]
+            inner[own] = scales[:, 0, :, 0]
+    rest = FakeQuantized(made[1][0], None, made[1][1]) if operand.fallback else None
+    return FakeQuantized(made[0][0], None, made[0][1], rest)
 
 
 def project(
@@ -194,7 +220,7 @@ def project(
     matrix = _Read(x.detach(), dtype or x.dtype, axis if operand.hadamard else None)
     tensor_scale = _tensor_scale([matrix], operand, x.device, reduce_amax)
     for piece in _rounded(matrix, operand, axis, noise or Noise(), tensor_scale, reduce_amax):
-        piece.grouped.mul_(piece.scales.decode)
+        piece.dequantize()
         values = piece.values[:, : matrix.shape[1]].double()
         _add_product(out, values, piece.rows, vectors, transposed=transposed)
     if tensor_scale is not None:
@@ -253,6 +279,21 @@ class _Piece:
     grouped: Tensor
     """The same memory by groups, [A, r, B, c]."""
     scales: GroupScales
+    rest: Remainder | None = None
+
+    def payloads(self) -> list[tuple[Tensor, Tensor]]:
+        """Values and stored scales; then the same of what groups that fell back leave."""
+        found = [(self.values, self.scales.stored)]
+        if self.rest is not None:
+            rounded = self.rest.rounded.flatten(2).flatten(0, 1)[: len(self.values)]
+            found.append((rounded, self.rest.scales))
+        return found
+
+    def dequantize(self) -> None:
+        """Multiply the values by the scales of their groups, in place, and add what they left."""
+        self.grouped.mul_(self.scales.decode)
+        if self.rest is not None:
+            self.grouped.add_(self.rest.rounded * self.rest.scales)
 
 
 def _rounded(
@@ -293,9 +334,13 @@ def _rounded(
         uniform = None
         if hashes is not None:
             uniform = groups.view(combine(hashes[0][rows, None], hashes[1]))
+        before = grouped.clone() if operand.fallback else None
         grouped, scales = _scale_and_round(grouped, amax, operand, element, uniform, tensor_scale)
         values = grouped.flatten(2).flatten(0, 1)[: rows.stop - rows.start]
-        yield _Piece(rows, rows.start // groups.rows if not spans_rows else 0, values, grouped, scales)
+        rest = None
+        if before is not None:
+            rest = remainder_of(before, grouped, scales.decode, element)
+        yield _Piece(rows, rows.start // groups.rows if not spans_rows else 0, values, grouped, scales, rest)
 
 
 def _scale_and_round(

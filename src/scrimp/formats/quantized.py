@@ -38,6 +38,8 @@ class FakeQuantized:
     inner: Tensor | None = None
     """float32 scales of groups of `INNER_GROUP` along the summed axis, which values have not been multiplied by yet; in
     the matrix's own layout. None: they have been."""
+    rest: FakeQuantized | None = None
+    """Beside `inner`: what is to be added, of groups that fell back; zeros, also its scales, for all others."""
 
     def wide(self) -> Tensor:
         """The values in float32, without the outer scale."""
@@ -48,7 +50,8 @@ class FakeQuantized:
         for axis, size in enumerate(values.shape):
             if scales.shape[axis] < size:
                 scales = scales.repeat_interleave(INNER_GROUP, axis).narrow(axis, 0, size)
-        return values * scales
+        found = values * scales
+        return found if self.rest is None else found + self.rest.wide()
 
     def dequantize(self) -> Tensor:
         """The values with their outer scale."""
@@ -69,12 +72,15 @@ class QuantizedTensor:
     axis: int
     shape: torch.Size
     """Shape of the original tensor."""
+    rest: QuantizedTensor | None = None
+    """What groups that fell back leave to a second payload; codes and scales of 0 for all others."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of payload and scales; `scrimp.precision.storage_bytes` predicts them."""
+        """Bytes of payload and scales; `scrimp.precision.storage_bytes` predicts them, of each payload."""
         tensor_scale = 0 if self.tensor_scale is None else self.tensor_scale.nbytes
-        return self.payload.nbytes + self.scales.nbytes + tensor_scale
+        rest = 0 if self.rest is None else self.rest.nbytes
+        return self.payload.nbytes + self.scales.nbytes + tensor_scale + rest
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values, in the original shape; of a matrix in pieces, so that nothing wide is larger than one."""
@@ -94,7 +100,8 @@ class QuantizedTensor:
             scales = scales[rows.start // kind.rows : -(-rows.stop // kind.rows)]
         payload = self.payload[rows]
         shape = torch.Size((len(payload), self.shape[1]))
-        return replace(self, payload=payload, scales=scales, shape=shape)
+        rest = None if self.rest is None else self.rest.of_rows(rows)
+        return replace(self, payload=payload, scales=scales, shape=shape, rest=rest)
 
     def _whole(self, dtype: torch.dtype) -> Tensor:
         last = self.axis % len(self.shape)
@@ -109,7 +116,7 @@ class QuantizedTensor:
         return values.movedim(-1, self.axis).to(dtype)
 
     def with_tensors(self, payload: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> QuantizedTensor:
-        """The same format with other tensors: those that autograd hands back."""
+        """The same format with other tensors: those that autograd hands back. What it keeps has one payload."""
         return replace(self, payload=payload, scales=scales, tensor_scale=tensor_scale)
 
     def without_tensors(self) -> QuantizedTensor:
@@ -125,7 +132,8 @@ class QuantizedTensor:
         """The same of scalings that bfloat16 cannot hold: the element's values, with the scales beside them."""
         element = lookup_element(self.operand.element)
         values = decode(self.payload, element, self.shape[self.axis]).to(torch.bfloat16)
-        return self.matrix_of(values, inner=self.scale_values())
+        found = self.matrix_of(values, inner=self.scale_values())
+        return found if self.rest is None else replace(found, rest=self.rest.element_matrix())
 
     def matrix_of(self, values: Tensor, inner: Tensor | None = None) -> FakeQuantized:
         """The same, of what the codes times the scales of their groups are, the scaled axis last.
@@ -151,7 +159,7 @@ class QuantizedTensor:
         values = decode(self.payload, element, columns + padding)
         if values.numel() and kind.columns is not None:
             values = values * _spread(self.scale_values(), kind, values.shape)
-        return values
+        return values if self.rest is None else values + self.rest._values()
 
     def scale_values(self) -> Tensor:
         """The scales of groups as fp32 numbers, in their own shape."""

@@ -94,6 +94,7 @@ class Use:
             o.rounding,
             hadamard=o.hadamard,
             four_over_six=o.four_over_six,
+            fallback=o.fallback,
             noise=self.noise,
             reduce_amax=self.reduce_amax,
         )

@@ -23,7 +23,7 @@ Method   Matrices cost 2 FLOPs per weight and token forward, 4 backward; the emb
          A recipe runs at the best rate that the device has of those that can run its products::
 
              fp32 scales (fp8, fp8_tensor, fp8_row, fp4)    fp8, bf16
-             the same, of integers (int8)                   int8, bf16
+             the same, of integers (int8, int8_fallback)    int8, bf16
              scales of small blocks (mxfp8)                 fp8 beside fp4 units, bf16
              the same, of 4-bit elements (mxfp4, nvfp4)     fp4, bf16
 
@@ -32,7 +32,8 @@ Method   Matrices cost 2 FLOPs per weight and token forward, 4 backward; the emb
          in bf16, so other devices run them as bf16 products.
 
 Limits   No credit for recomputation, none for tokens that a document mask hides: both would
-         make a slower program look better. Under FP8 or FP4 the BF16 MFU may pass 80 %, and
+         make a slower program look better. int8_fallback counts each product once: no shape says how
+         much falls back. Under FP8 or FP4 the BF16 MFU may pass 80 %, and
          SOL falls: print both.
 Sources  PaLM (arXiv 2204.02311) appendix B; LLMQ's speed-of-light definition.
 Checked  tests/planner/test_flops.py: published GFLOP per token, and torch's own FLOP counter.

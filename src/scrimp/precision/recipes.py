@@ -22,12 +22,13 @@ Sources    fp8: DeepSeek-V3 (arXiv 2412.19437). fp8_tensor, fp8_row: torchao's f
            gradients). fp4: SNIP (arXiv 2602.01410). int8: Jetfire (arXiv 2403.12422), which takes blocks of 32 x 32
            for all tensors and rounds gradients stochastically; here groups are those of fp8. Of integers numbers below
            amax / 254 of a group round to 0, a bias that gradients would notice; E4M3 reaches 1,800 times lower.
+           int8_fallback: arXiv 2503.08040, for X of fprop alone: what backward keeps stays one byte a number.
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from scrimp.errors import PlanError
@@ -38,6 +39,8 @@ Gemm = Literal["fprop", "dgrad", "wgrad"]
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 OPERANDS: dict[str, tuple[str, str]] = {"fprop": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("g", "x")}
 """The two tensors that each GEMM multiplies."""
+FALLBACK_SUM = 1024.0
+"""What the magnitudes of a tile's codes add up to where it does not fall back: 8 for each of 128."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Operand:
     """Rotated by a 16x16 random Hadamard matrix first, as the other operand is: the product is the same."""
     four_over_six: bool = False
     """Per NVFP4 block the better of two scales, that put its largest value at 6 or at 4."""
+    fallback: bool = False
+    """Tiles with outliers have a second payload for what rounding left of them (`scrimp.formats.fallback`)."""
 
     def __post_init__(self) -> None:
         """Refuse what no format defines."""
@@ -73,6 +78,12 @@ class Operand:
                 got=self.scaling,
                 expected="nvfp4 or nvfp4_2d",
             )
+        if self.fallback and replace(self, fallback=False) != Operand("int8", "tile"):
+            raise PlanError(
+                "only tiles of integers that are rounded to nearest fall back",
+                got=str(self),
+                expected="int8, tile, nearest, hadamard=False",
+            )
 
 
 @dataclass(frozen=True)
@@ -83,9 +94,12 @@ class GemmRecipe:
     b: Operand
 
     def __post_init__(self) -> None:
-        """Refuse a rotation of one operand alone: the product would be another one."""
+        """Refuse a rotation of one operand alone, as the product would be another one; and two payloads of the second
+        operand, which is kept between passes (X, W) and of which nothing keeps two."""
         if self.a.hadamard != self.b.hadamard:
             raise PlanError("one operand is rotated and the other is not", expected="both, or none")
+        if self.b.fallback:
+            raise PlanError("only the first operand of a product falls back", got=str(self.b))
 
 
 @dataclass(frozen=True)
@@ -116,6 +130,12 @@ def _of_operands(name: str, bits: int, x: Operand, w: Operand, g: Operand, summa
     return Recipe(name, fprop, dgrad, wgrad, bits, summary)
 
 
+def _int8_fallback() -> Recipe:
+    summary = "int8, with a second payload for tiles of fprop's X that have outliers"
+    int8 = _of_operands("int8_fallback", 8, _INT8_TILE, _INT8_BLOCK, _INT8_TILE_NOISY, summary)
+    return replace(int8, fprop=GemmRecipe(Operand("int8", "tile", fallback=True), _INT8_BLOCK))
+
+
 def _nvfp4() -> Recipe:
     x, w = Operand("e2m1", "nvfp4"), Operand("e2m1", "nvfp4_2d")
     g = Operand("e2m1", "nvfp4", "stochastic")
@@ -129,6 +149,8 @@ def _nvfp4() -> Recipe:
 _E4M3_TILE, _E4M3_BLOCK = Operand("e4m3", "tile"), Operand("e4m3", "block")
 _E4M3_TENSOR, _E4M3_ROW, _E4M3_MX = Operand("e4m3", "tensor"), Operand("e4m3", "row"), Operand("e4m3", "mx")
 _E2M1_TILE, _E2M1_BLOCK, _E2M1_MX = (Operand("e2m1", scaling) for scaling in ("tile", "block", "mx"))
+_INT8_TILE, _INT8_BLOCK = Operand("int8", "tile"), Operand("int8", "block")
+_INT8_TILE_NOISY = Operand("int8", "tile", "stochastic")
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -156,11 +178,12 @@ RECIPES: dict[str, Recipe] = {
         _of_operands(
             "int8",
             8,
-            Operand("int8", "tile"),
-            Operand("int8", "block"),
-            Operand("int8", "tile", "stochastic"),
+            _INT8_TILE,
+            _INT8_BLOCK,
+            _INT8_TILE_NOISY,
             "INT8, 1x128 tiles, W in 128x128 blocks, stochastic gradients (Jetfire's, in fp8's groups)",
         ),
+        _int8_fallback(),
         _of_operands(
             "fp4",
             4,

@@ -130,7 +130,9 @@ def _as_on_a_gpu(counter: KernelCounter) -> Iterator[None]:
         counter.work += Work(1, products=1, product_launches=1)
         return a.new_empty(a.shape[0], columns, dtype=out)
 
-    def of_tiles(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out: torch.dtype) -> Tensor:
+    def of_tiles(
+        a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out: torch.dtype, *, rest: object
+    ) -> Tensor:
         return product(a, b.t(), out_dtype=out)
 
     def wide(left: Tensor, right: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ Method   With q the values of elements, s their scales, and B the groups of 128 
 
          The inner sum is a bf16 product; all of them together have the FLOPs of one. The outer sum is fp32, as in
          hardware (DeepSeek-V3, arXiv 2412.19437, section 3.3). Rows of the result are made in chunks, which bounds
-         memory and keeps sums near the core while products are added to them.
+         memory and keeps sums near the core while products are added to them. Where groups of the first operand fell
+         back, the product of what they left, times scales of its own, is added after that of their block.
 Limits   A CPU rounds each product to bf16, which errors of independent signs make no worse than one rounding.
 Checked  tests/gemm/test_reference.py against float64, tests/gemm/test_numba_backend.py
 """
@@ -23,6 +24,7 @@ from torch import Tensor
 from scrimp.formats.grouping import cut
 from scrimp.formats.quantized import INNER_GROUP, FakeQuantized
 from scrimp.gemm.problem import AXES, COLUMNS, ROWS
+from scrimp.tracing import has_memory
 
 CHUNK_NUMBERS = {"cpu": 2**20, "cuda": 2**24}
 """Numbers of a chunk: of fewer rows products are slow, of more rows sums leave the cache (CPU, measured)."""
@@ -38,7 +40,7 @@ def sum_of_blocks(
     """The result [M, N] of a GEMM, without outer scales.
 
     Args:
-        a, b: bf16 values, one of them or both with inner scales.
+        a, b: bf16 values, one of them or both with inner scales; a may have a rest.
         dtype: of the result.
         product: of bf16 matrices.
         add: `add_scaled`, or what does the same faster.
@@ -47,20 +49,30 @@ def sum_of_blocks(
     left, right = (values if a_axis == COLUMNS else values.T), (b.values if b_axis == COLUMNS else b.values.T)
     (num_rows, summed), num_columns = left.shape, right.shape[0]
     of_rows, of_columns = scales_by_block(a, a_axis), scales_by_block(b, b_axis)
+    rest, of_rest = None, None
+    if a.rest is not None:
+        rest = a.rest.values if a_axis == COLUMNS else a.rest.values.T
+        of_rest = scales_by_block(a.rest, a_axis)
     found = values.new_empty(num_rows, num_columns, dtype=dtype)
     limit = CHUNK_NUMBERS["cpu" if values.device.type == "cpu" else "cuda"]
     for rows in cut(num_rows, max(1, limit // max(1, num_columns))):
         total = values.new_zeros(rows.stop - rows.start, num_columns, dtype=torch.float32)
         for block in cut(summed, INNER_GROUP):
             number = block.start // INNER_GROUP
-            add(
-                total,
-                product(left[rows, block], COLUMNS, right[:, block], COLUMNS),
-                None if of_rows is None else of_rows[number, rows],
-                None if of_columns is None else of_columns[number],
-            )
+            own_columns = None if of_columns is None else of_columns[number]
+            part = product(left[rows, block], COLUMNS, right[:, block], COLUMNS)
+            add(total, part, None if of_rows is None else of_rows[number, rows], own_columns)
+            if rest is not None and of_rest is not None and _is_rest(of_rest[number, rows]):
+                part = product(rest[rows, block], COLUMNS, right[:, block], COLUMNS)
+                add(total, part, of_rest[number, rows], own_columns)
         found[rows] = total
     return found
+
+
+def _is_rest(scales: Tensor) -> bool:
+    """Whether one of these groups has a rest. Asked where that is no wait for a device, and there are numbers; a
+    product with scales of 0 adds nothing."""
+    return scales.device.type != "cpu" or not has_memory(scales) or bool(scales.any())
 
 
 def scales_by_block(matrix: FakeQuantized, axis: int) -> Tensor | None:

@@ -3,7 +3,7 @@
 Method   `prepare`, `store`, `load` and `multiply` give bit for bit what the reference gives, each number read and
          written once (`scrimp.gemm.cpu_passes`). Scales come from the reference's own rules, products are torch's.
 Limits   Where Numba is installed (`pip install scrimp[numba]`), and for recipes that quantize. Two scales a block
-         (`four_over_six`) and numbers in float64 and float16 go through the reference.
+         (`four_over_six`), two payloads (`fallback`), and numbers in float64 and float16 go through the reference.
 Checked  tests/gemm/test_numba_backend.py
 """
 
@@ -148,7 +148,7 @@ class NumbaBackend(ReferenceBackend):
 
     def _can_read(self, x: Tensor, operand: Operand | None, types: tuple[torch.dtype, ...] = TYPES) -> bool:
         """Whether the kernels take a tensor."""
-        if operand is None or operand.four_over_six or not self.takes(x.device):
+        if operand is None or operand.four_over_six or operand.fallback or not self.takes(x.device):
             return False
         return x.dim() == 2 and x.numel() > 0 and x.dtype in types
 

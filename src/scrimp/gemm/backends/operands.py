@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from scrimp.errors import DeviceError, PlanError
 from scrimp.formats import Noise, QuantizedTensor
 from scrimp.formats.quantize import FLOATS
 from scrimp.gemm import kernels
-from scrimp.gemm.kernels.launch import Form, GroupsOf, QuantizedGroups
+from scrimp.gemm.kernels.launch import Form, GroupsOf, QuantizedGroups, RestOfTiles
 from scrimp.gemm.problem import COLUMNS, ROWS, Use
 from scrimp.precision import Operand
 
@@ -40,6 +41,8 @@ class KernelCodes:
     tensor; any strides. One byte for each group."""
     tensor_scale: Tensor | None = None
     """NVFP4's."""
+    rest: RestOfTiles | None = None
+    """Of row tiles that fall back."""
 
 
 def checked_matrix(x: Tensor) -> Tensor:
@@ -98,6 +101,8 @@ def is_kernel_pair(first: Use, second: Use) -> bool:
     a, b = first.operand, second.operand
     if a is None or b is None or a.scaling not in PAIRED or (a.scaling, a.element) != (b.scaling, b.element):
         return False
+    if b.fallback:
+        return False
     shares_noise = _noise(first) is not None and _noise(first) == _noise(second)
     return (first.axis, second.axis) == (COLUMNS, ROWS) and not shares_noise
 
@@ -124,17 +129,22 @@ def _quantized(
     # Looked up by name: triton is imported when a launcher is first asked for.
     quantize = getattr(kernels, PAIRED[use.operand.scaling])
     is_packed = use.operand.element == "e2m1" and "kept" in forms
-    found = quantize(
+    options: dict[str, Any] = {"packed": tuple(form == "kept" for form in forms)} if is_packed else {}
+    options |= {"fallback": True} if use.operand.fallback else {}
+    row, column = quantize(
         readable(x),
         use.operand.element,
         by_row=by_row is not None,
         by_column=by_column is not None,
         noise=None if by_row is None else _noise(by_row),
         noise_column=None if by_column is None else _noise(by_column),
-        **({"packed": tuple(form == "kept" for form in forms)} if is_packed else {}),
+        **options,
     )
-    row, column = (None if one is None else KernelCodes(one.codes, one.scales) for one in found)
-    return row, column
+    rest = row.rest if use.operand.fallback else None
+    return (
+        None if row is None else KernelCodes(row.codes, row.scales, rest=rest),
+        None if column is None else KernelCodes(column.codes, column.scales),
+    )
 
 
 def _in_groups(
@@ -159,6 +169,7 @@ def _of_groups(found: QuantizedGroups | None) -> KernelCodes | None:
 def to_stored(found: KernelCodes, operand: Operand, axis: int, shape: torch.Size) -> QuantizedTensor:
     """The tensor that `scrimp.formats.quantize` gives, of kept codes; where a scale is NaN codes mean nothing, and may
     differ."""
+    assert found.rest is None, "only second operands are kept, and none falls back"
     return QuantizedTensor(found.codes, found.scales.contiguous(), found.tensor_scale, operand, axis, shape)
 
 

@@ -3,7 +3,8 @@
 fp8, fp4             One kernel quantizes a tensor, both ways where backward needs both; `scaled_matmul` multiplies
                      codes and applies the scales at every 128 of K. E2M1 values travel as E4M3 codes: the
                      numbers are FP4's, the speed is FP8's.
-int8                 The same kernels, on tensor cores for integers, which GPUs have from Turing on.
+int8                 The same kernels, on tensor cores for integers, which GPUs have from Turing on. For int8_fallback
+                     the quantizer makes second codes of X beside the first, and the product reads those that there are.
 mxfp8, mxfp4, nvfp4  Code times scale is exact in bf16: quantized and dequantized in one pass over memory, then a bf16
                      product with fp32 sums; NVFP4's scales of whole tensors multiply the result.
 Stored codes         are those of `scrimp.formats.quantize`, bit for bit, E2M1 packed, from the pass that makes fprop's
@@ -64,8 +65,8 @@ class TritonBackend(Backend):
     def refusal(self, gemm: str, recipe: str, shape: Shape | None, device: torch.device) -> str | None:
         """Any shape; formats with tiles, blocks or groups; CUDA, or the interpreter."""
         operands = operands_of(gemm, recipe)
-        for operand in operands:
-            if (reason := _operand_refusal(operand)) is not None:
+        for operand, axis in zip(operands, AXES[gemm], strict=True):
+            if (reason := _operand_refusal(operand, axis)) is not None:
                 return reason
         if _is_tiled(operands[0]) != _is_tiled(operands[1]):
             return "no kernel multiplies tiles by groups"
@@ -74,20 +75,31 @@ class TritonBackend(Backend):
         return None if device.type == "cuda" or is_interpreted() else "triton kernels need a CUDA device"
 
     def emulates(self, recipe: str) -> bool:
-        """All but fp8 and int8: E2M1 on FP8 units, MX and NVFP4 on bf16 units."""
-        return recipe not in ("fp8", "int8")
+        """All but fp8 and integers: E2M1 on FP8 units, MX and NVFP4 on bf16 units."""
+        return recipe not in ("fp8", "int8", "int8_fallback")
 
     def tuning_bytes(self, gemm: str, recipe: str, shape: Shape, out: torch.dtype) -> int:
         """Bytes for products of tiles, whose kernel has shapes to choose from; 0 for all others."""
-        is_tuned = _is_tiled(operands_of(gemm, recipe)[0])
-        return kernels.tuning_bytes(shape.m, shape.n, shape.k, out) if is_tuned else 0
+        first, _ = operands_of(gemm, recipe)
+        if first is None or not _is_tiled(first):
+            return 0
+        return kernels.tuning_bytes(shape.m, shape.n, shape.k, out, fallback=first.fallback)
 
     def tune(self, gemm: str, recipe: str, shape: Shape, out: torch.dtype, device: torch.device) -> None:
         """Try them for this product."""
         first, second = operands_of(gemm, recipe)
         if first is not None and _is_tiled(first):
             is_block, codes = second is not None and second.scaling == "block", CODE_TYPES[first.element]
-            kernels.tune(shape.m, shape.n, shape.k, out, is_block=is_block, codes=codes, device=device)
+            kernels.tune(
+                shape.m,
+                shape.n,
+                shape.k,
+                out,
+                is_block=is_block,
+                codes=codes,
+                device=device,
+                fallback=first.fallback,
+            )
             if gemm == "wgrad":
                 _adds(device, out, codes)
 
@@ -144,7 +156,7 @@ class TritonBackend(Backend):
         """A B^T."""
         if isinstance(a, KernelCodes) and isinstance(b, KernelCodes):
             check_same_device(a.codes, b.codes)
-            return kernels.scaled_matmul(a.codes, a.scales, b.codes, b.scales, out)
+            return kernels.scaled_matmul(a.codes, a.scales, b.codes, b.scales, out, rest=a.rest)
         assert isinstance(a, _Values)
         assert isinstance(b, _Values)
         check_same_device(a.values, b.values)
@@ -220,13 +232,15 @@ def _is_tiled(operand: Operand | None) -> bool:
     return operand is not None and operand.scaling in TILES
 
 
-def _operand_refusal(operand: Operand | None) -> str | None:
+def _operand_refusal(operand: Operand | None, axis: int) -> str | None:
     if operand is None:
         return "high precision is multiplied by torch"
     if operand.scaling not in (*TILES, *GROUPS):
         return f"no kernel for {operand.scaling} scales: torch's kernels take them"
     if operand.four_over_six:
         return "four-over-six has no kernel"
+    if operand.fallback and axis != COLUMNS:
+        return "no kernel makes second codes along rows"
     if operand.hadamard and operand.scaling in TILES:
         return "no kernel rotates tiles"
     if operand.scaling == "block" and operand.rounding == "stochastic":

@@ -351,7 +351,7 @@ def _launch(
         x, *(None if one is None or one.amax is not None else one.operand for one in (by_row, by_column))
     )
     num_rows, num_columns = x.shape
-    padded = [size + -size % HADAMARD_SIZE for size in x.shape]
+    rows, columns = (size + -size % HADAMARD_SIZE for size in x.shape)
     run(
         quantize_groups_kernel,
         (triton.cdiv(num_rows, TILE) * triton.cdiv(num_columns, TILE) * (TILE // BLOCK) ** 2,),
@@ -359,7 +359,7 @@ def _launch(
         rotation_for(x, any(one is not None and one.operand.hadamard for one in (by_row, by_column))),
         *_arguments(x, by_row, row, amax_row),
         *_arguments(x, by_column, column, amax_column),
-        *address_hashes(_stream(by_row), _stream(by_column), *padded, x),
+        *address_hashes(_stream(by_row), _stream(by_column), rows, columns, x),
         num_rows,
         num_columns,
         ROW=by_row and by_row.how,

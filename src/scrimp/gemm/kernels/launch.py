@@ -30,12 +30,24 @@ CODE_TYPES = {"e2m1": torch.float8_e4m3fn, **BYTES}
 """E2M1 values are stored as the E4M3 codes of the same values: FP4 arithmetic on FP8 tensor cores."""
 WARPS_NEAREST, WARPS_STOCHASTIC = 8, 16
 """Warps of a program with a block of 128 x 128. Nearest: two programs fit a multiprocessor at 128 registers; with noise
-128 do not suffice, nor where codes are packed, and one program should have more warps. By registers alone: times are
-not measured yet."""
+or a rest 128 do not suffice, nor where codes are packed, and one program should have more warps. By registers alone:
+times are not measured yet."""
 INPUT_TYPES = (torch.bfloat16, torch.float32)
 Form = Literal["codes", "swizzled", "values", "kept"]
 """Groups: codes with scales in their order or in cuBLASLt's, or values in bfloat16. Kept: as QuantizedTensor has them;
 groups as codes, tiles with E2M1 two to a byte."""
+
+
+@dataclass(frozen=True)
+class RestOfTiles:
+    """What tiles that fell back leave to second codes."""
+
+    codes: Tensor
+    """int8 [R, C]; not written in blocks of which no tile has a rest."""
+    scales: Tensor
+    """float32 [R, ceil(C / 128)], stride (1, R); 0 where there is no rest."""
+    blocks: Tensor
+    """int32 [ceil(R / 128), ceil(C / 128)]: whether one of 128 tiles has a rest."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,7 @@ class RowTiles:
     """float8 or int8 [R, C]; packed uint8 [R, ceil(C / 2)]."""
     scales: Tensor
     """float32 [R, ceil(C / 128)], stride (1, R)."""
+    rest: RestOfTiles | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +160,12 @@ def empty_tiles(
     width, dtype = (-(-columns // 2), torch.uint8) if packed else (columns, CODE_TYPES[element])
     codes = torch.empty(rows, width, dtype=dtype, device=device)
     return codes, torch.empty(math.ceil(columns / TILE), rows, device=device).t()
+
+
+def empty_rest(rows: int, columns: int, element: str, device: torch.device) -> RestOfTiles:
+    """Room for the rest of row tiles, not yet filled."""
+    blocks = torch.empty(math.ceil(rows / TILE), math.ceil(columns / TILE), dtype=torch.int32, device=device)
+    return RestOfTiles(*empty_tiles(rows, columns, element, device), blocks)
 
 
 def element_constants(element: Element) -> tuple[float, int, int]:

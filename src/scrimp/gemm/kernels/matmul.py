@@ -18,6 +18,9 @@ Tiles    Programs run in groups of rows of C, so that the operands of neighbours
          again. Triton keeps results of other types apart, so they are tried in the type that a run multiplies into. A
          run has them tried before it begins (`tune`). Whichever wins, an element's products are added in the same
          order.
+Fallback Where one of A's 128 x 128 codes has a second code for what rounding left (`formats.fallback`), the product of
+         these with the same codes of B is added, by scales of their own. The flag of the block is one number for the
+         program: blocks without a rest cost its reading.
 Sums     `add_scaled_matmul` adds C to a sum of gradients instead of storing it: of float32 by one addition, of bf16
          rounded stochastically by hashes of the addresses, as `rounded_sums` does, without a rounding in between.
 Limits   Operands come through pointers (cp.async), not tensor-memory descriptors; rates are not measured yet.
@@ -44,7 +47,7 @@ from scrimp.gemm.kernels.arithmetic import (
     to_bfloat16_stochastic,
     widen,
 )
-from scrimp.gemm.kernels.launch import TILE, check_devices, check_row_major
+from scrimp.gemm.kernels.launch import TILE, RestOfTiles, check_devices, check_row_major, empty_rest
 
 PAIRS = ({torch.float8_e4m3fn, torch.float8_e5m2}, {torch.int8})
 """Types of codes that are multiplied by one another."""
@@ -72,6 +75,24 @@ def _configs() -> list[triton.Config]:
     ]
 
 
+@triton.jit
+def load_codes(address, inside, EVEN_K: tl.constexpr):
+    """Codes of one tile, 0 beyond the end of K."""
+    return tl.load(address) if EVEN_K else tl.load(address, mask=inside, other=0.0)
+
+
+@triton.jit
+def scaled_product(a_tile, b_tile, a_scale, b_scale, BLOCK_SCALED: tl.constexpr, PROMOTE_EVERY: tl.constexpr):
+    """What 128 of K add to a tile of C."""
+    if PROMOTE_EVERY == 128:
+        # A fresh sum of one tile: triton's own promotion within it is off (its default on Hopper).
+        product = tl.dot(a_tile, b_tile)
+    else:
+        product = tl.dot(a_tile, b_tile, max_num_imprecise_acc=PROMOTE_EVERY)
+    scales = (a_scale * b_scale)[:, None] if BLOCK_SCALED else a_scale[:, None] * b_scale[None, :]
+    return product.to(tl.float32) * scales  # from int32, of integers
+
+
 @triton.autotune(_configs(), key=["M_BUCKET", "N", "K_BUCKET", "BLOCK_SCALED"], restore_value=["c"])
 @triton.jit(do_not_specialize=["first_row", "first_column", "row_key", "column_key"])
 def scaled_matmul_kernel(
@@ -79,6 +100,9 @@ def scaled_matmul_kernel(
     a_scales,
     b,
     b_scales,
+    rest,
+    rest_scales,
+    rest_blocks,
     c,
     M,
     N,
@@ -101,7 +125,8 @@ def scaled_matmul_kernel(
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """One tile [BLOCK_M, BLOCK_N] of C a program; BLOCK_N divides 128, so that a tile has one scale of a block."""
+    """One tile [BLOCK_M, BLOCK_N] of C a program; both divide 128, so that a tile has one scale of a block of B and one
+    flag of a block of A. The rest of A lies as A does."""
     BLOCK_K: tl.constexpr = 128
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -117,7 +142,8 @@ def scaled_matmul_kernel(
     wrapped_rows = (rows % M).to(tl.int64)
     wrapped_columns = (columns % N).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    a_address = a + wrapped_rows[:, None] * K + k[None, :]
+    a_offsets = wrapped_rows[:, None] * K + k[None, :]
+    a_address = a + a_offsets
     b_address = b + wrapped_columns[None, :] * K + k[:, None]
     a_scale_address = a_scales + wrapped_rows * a_scales_row
     if BLOCK_SCALED:
@@ -125,27 +151,22 @@ def scaled_matmul_kernel(
     else:
         b_scale_address = b_scales + wrapped_columns * b_scales_row
 
+    if rest is not None:
+        flags = rest_blocks + (tile_m * BLOCK_M // 128).to(tl.int64) * tl.cdiv(K, BLOCK_K)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for group in range(tl.cdiv(K, BLOCK_K)):
-        if EVEN_K:
-            a_tile = tl.load(a_address)
-            b_tile = tl.load(b_address)
-        else:
-            inside = k < K - group * BLOCK_K
-            a_tile = tl.load(a_address, mask=inside[None, :], other=0.0)
-            b_tile = tl.load(b_address, mask=inside[:, None], other=0.0)
+        inside = k < K - group * BLOCK_K
+        a_tile = load_codes(a_address, inside[None, :], EVEN_K)
+        b_tile = load_codes(b_address, inside[:, None], EVEN_K)
         a_scale = tl.load(a_scale_address + group * a_scales_group)
         b_scale = tl.load(b_scale_address + group * b_scales_group)
-        if PROMOTE_EVERY == 128:
-            # A fresh sum of one tile: triton's own promotion within it is off (its default on Hopper).
-            product = tl.dot(a_tile, b_tile)
-        else:
-            product = tl.dot(a_tile, b_tile, max_num_imprecise_acc=PROMOTE_EVERY)
-        product = product.to(tl.float32)  # from int32, of integers
-        if BLOCK_SCALED:
-            total += product * (a_scale * b_scale)[:, None]
-        else:
-            total += product * (a_scale[:, None] * b_scale[None, :])
+        total += scaled_product(a_tile, b_tile, a_scale, b_scale, BLOCK_SCALED, PROMOTE_EVERY)
+        if rest is not None:
+            has_rest = tl.load(flags + group) != 0
+            if has_rest:
+                rest_tile = load_codes(rest + a_offsets + group * BLOCK_K, inside[None, :], EVEN_K)
+                rest_scale = tl.load(rest_scales + wrapped_rows * a_scales_row + group * a_scales_group)
+                total += scaled_product(rest_tile, b_tile, rest_scale, b_scale, BLOCK_SCALED, PROMOTE_EVERY)
         a_address += BLOCK_K
         b_address += BLOCK_K
 
@@ -169,17 +190,31 @@ def bucket(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def tuning_bytes(m: int, n: int, k: int, out: torch.dtype) -> int:
+def tuning_bytes(m: int, n: int, k: int, out: torch.dtype, *, fallback: bool = False) -> int:
     """Device memory that `tune` takes at most, the timer's buffer included."""
     groups = ceil(k / TILE)
-    return (m + n) * (k + 4 * groups) + 2 * out.itemsize * m * n + TIMER_BYTES
+    rows = (2 * m if fallback else m) + n
+    flags = 4 * groups * ceil(m / TILE) if fallback else 0
+    return rows * (k + 4 * groups) + flags + 2 * out.itemsize * m * n + TIMER_BYTES
 
 
 def tune(
-    m: int, n: int, k: int, out: torch.dtype, *, is_block: bool, codes: torch.dtype, device: torch.device
+    m: int,
+    n: int,
+    k: int,
+    out: torch.dtype,
+    *,
+    is_block: bool,
+    codes: torch.dtype,
+    device: torch.device,
+    fallback: bool = False,
 ) -> None:
     """Try the shapes of tiles for a product of these sizes and type of codes into `out`, on operands of its own, if
-    that has not been done."""
+    that has not been done.
+
+    Args:
+        fallback: with a rest in every fourth block.
+    """
     generator = torch.Generator(device).manual_seed(0)
     operands = [
         torch.randint(0, 120, (rows, k), dtype=torch.uint8, device=device, generator=generator)
@@ -188,7 +223,10 @@ def tune(
     groups, rows = ceil(k / TILE), ceil(n / TILE) if is_block else n
     scales = [torch.ones(groups, size, device=device).t() for size in (m, rows)]
     a, b = (one.view(codes) for one in operands)
-    scaled_matmul(a, scales[0], b, scales[1], out)
+    rest = empty_rest(m, k, "int8", device) if fallback else None
+    if rest is not None:
+        rest.blocks.view(-1)[:] = torch.arange(rest.blocks.numel(), device=device) % 4 == 0
+    scaled_matmul(a, scales[0], b, scales[1], out, rest=rest)
 
 
 def scaled_matmul(
@@ -199,6 +237,7 @@ def scaled_matmul(
     out_dtype: torch.dtype = torch.bfloat16,
     *,
     promote_every: int = 128,
+    rest: RestOfTiles | None = None,
 ) -> Tensor:
     """C [M, N] = A B^T for codes with 128-tiles along K.
 
@@ -209,6 +248,7 @@ def scaled_matmul(
         b_scales: float32 [N, ceil(K / 128)] of tiles, or [ceil(N / 128), ceil(K / 128)] of blocks, any strides.
         out_dtype: bfloat16 or float32.
         promote_every: 128, or 32 to add in float32 within a tile too.
+        rest: of A, whose scales lie as A's.
 
     Raises:
         PlanError: shapes or types that do not fit together.
@@ -216,11 +256,12 @@ def scaled_matmul(
     """
     is_block = _check(a_codes, a_scales, b_codes, b_scales, out_dtype, promote_every)
     check_devices(a_codes=a_codes, a_scales=a_scales, b_codes=b_codes, b_scales=b_scales)
+    _check_rest(rest, a_codes, a_scales)
     (m, k), n = a_codes.shape, b_codes.shape[0]
     if not m * n * k:
         return torch.zeros(m, n, dtype=out_dtype, device=a_codes.device)
     c = torch.empty(m, n, dtype=out_dtype, device=a_codes.device)
-    _launch(a_codes, a_scales, b_codes, b_scales, c, is_block, promote_every=promote_every)
+    _launch(a_codes, a_scales, b_codes, b_scales, c, is_block, rest=rest, promote_every=promote_every)
     return c
 
 
@@ -264,6 +305,7 @@ def _launch(
     c: Tensor,
     is_block: bool,
     *,
+    rest: RestOfTiles | None = None,
     promote_every: int = PROMOTIONS[-1],
     adds: bool = False,
     noise: Noise = _NO_NOISE,
@@ -279,6 +321,7 @@ def _launch(
             a_scales,
             b_codes,
             b_scales,
+            *((None, None, None) if rest is None else (rest.codes, rest.scales, rest.blocks)),
             c,
             m,
             n,
@@ -304,6 +347,24 @@ def _launch(
             launch(enable_fp_fusion=True)
     else:
         launch()
+
+
+def _check_rest(rest: RestOfTiles | None, a_codes: Tensor, a_scales: Tensor) -> None:
+    """Refuse a rest that does not lie as A does."""
+    if rest is None:
+        return
+    check_devices(a_codes=a_codes, rest_codes=rest.codes, rest_scales=rest.scales, rest_blocks=rest.blocks)
+    check_row_major("rest.codes", rest.codes)
+    check_row_major("rest.blocks", rest.blocks)
+    blocks = tuple(ceil(size / TILE) for size in a_codes.shape)
+    found = [(one.dtype, tuple(one.shape)) for one in (rest.codes, rest.scales, rest.blocks)]
+    types = (torch.int8, torch.float32, torch.int32)
+    shapes = (tuple(a_codes.shape), tuple(a_scales.shape), blocks)
+    expected = list(zip(types, shapes, strict=True))
+    is_alike = a_codes.dtype == torch.int8 and rest.scales.stride() == a_scales.stride()
+    if found != expected or not is_alike:
+        got = f"{found} beside {a_codes.dtype}, strides of scales {rest.scales.stride()} and {a_scales.stride()}"
+        raise PlanError("the rest does not fit its operand", got=got, expected=f"{expected}, equal strides")
 
 
 def _check(

@@ -9,6 +9,9 @@ Method   A program takes one block of 128 x 128. Its 128 rows are 128 tiles alon
 
              s = amax / qmax,   q = round(x / s)         (arithmetic.py)
 
+Fallback Of int8 row tiles with outliers what rounding left is rounded again, by scales of its own
+         (`formats.fallback`): second codes and scales, and for each block whether one of its tiles has any. Where none
+         has, second codes are not written, and nothing may read them.
 Noise    Stochastic rounding adds the hashes of an element's row and column in the whole matrix, whichever
          way its codes are stored; the two results take separate streams.
 Limits   A group with a NaN or an infinity has the scale NaN; the codes beside it mean nothing.
@@ -32,6 +35,7 @@ from scrimp.gemm.kernels.arithmetic import (
     load_block,
     magnitude_bits,
     quantized,
+    round_nearest,
     store_block,
     store_codes,
 )
@@ -47,9 +51,11 @@ from scrimp.gemm.kernels.launch import (
     check_matrix,
     checked_element,
     element_constants,
+    empty_rest,
     empty_tiles,
     run,
 )
+from scrimp.precision.recipes import FALLBACK_SUM
 
 
 @triton.jit
@@ -70,6 +76,7 @@ def store_tiles(
 
     AXIS 1: a tile is a piece of a row, 0: of a column, stored transposed. `inner` says where its elements stand in the
     whole matrix, `outer` where the tiles do: codes [outer, inner], scales [outer, groups] column-major, hashes alike.
+    Returns what was rounded, and by what it was divided.
     """
     codes, scales = tiles
     scale = fp32_scale(tl.max(magnitude_bits(block), AXIS), ELEMENT)
@@ -77,13 +84,43 @@ def store_tiles(
     divisor = tl.expand_dims(scale, AXIS)
     q = quantized(block, divisor, outer, inner, num_outer, num_inner, hashes, AXIS, STOCHASTIC, ELEMENT)
     is_packed: tl.constexpr = codes.dtype.element_ty == tl.uint8
-    q = codes_of(q, 4, ELEMENT) if is_packed else q.to(codes.dtype.element_ty)
+    stored = codes_of(q, 4, ELEMENT) if is_packed else q.to(codes.dtype.element_ty)
     if AXIS == 0:
-        q = tl.trans(q)  # one byte an element crosses the threads, not four
+        stored = tl.trans(stored)  # one byte an element crosses the threads, not four
     if is_packed:
-        store_codes(codes, q, outer, group, num_outer, num_inner, 4)
+        store_codes(codes, stored, outer, group, num_outer, num_inner, 4)
     else:
-        store_block(codes, q, outer, inner, num_outer, num_inner)
+        store_block(codes, stored, outer, inner, num_outer, num_inner)
+    return q, divisor
+
+
+@triton.jit
+def store_rest(
+    block,
+    q,
+    divisor,
+    rows,
+    columns,
+    num_rows,
+    num_columns,
+    group,
+    rest,
+    LIMIT: tl.constexpr,
+    ELEMENT: tl.constexpr,
+):
+    """Quantize what rounding left of the row tiles that fall back, and store its codes where one does."""
+    codes, scales, blocks = rest
+    total = tl.sum(tl.abs(q), 1)  # of integers: exact in any order
+    falls_back = (total > 0) & (total < LIMIT)
+    left = tl.where(falls_back[:, None], block - q * divisor, 0.0)
+    largest = tl.max(magnitude_bits(left), 1)
+    scale = fp32_scale(largest, ELEMENT)
+    tl.store(scales + group * num_rows + rows, tl.where(largest > 0, scale, 0.0), mask=rows < num_rows)
+    has_rest = tl.max(largest) > 0
+    tl.store(blocks + tl.program_id(0), has_rest.to(tl.int32))
+    if has_rest:
+        again = round_nearest(tl.div_rn(left, scale[:, None]), ELEMENT)
+        store_block(codes, again.to(codes.dtype.element_ty), rows, columns, num_rows, num_columns)
 
 
 @triton.jit
@@ -93,6 +130,9 @@ def quantize_tiles_kernel(
     row_scales,
     column_codes,
     column_scales,
+    rest_codes,
+    rest_scales,
+    rest_blocks,
     row_hashes,
     column_hashes,
     second_row_hashes,
@@ -103,17 +143,23 @@ def quantize_tiles_kernel(
     BY_COLUMN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     STOCHASTIC_COLUMN: tl.constexpr,
+    LIMIT: tl.constexpr,
     ELEMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of BLOCK x BLOCK a program."""
+    """One block of BLOCK x BLOCK a program; tiles along the rows fall back where there is room for a rest."""
     block_row, block_column, rows, columns = block_of_program(num_columns, BLOCK, BLOCK)
     if BY_ROW:
         block = load_block(x, rows, columns, num_rows, num_columns, num_columns, 1)
         tiles, hashes = (row_codes, row_scales), (row_hashes, column_hashes)
-        store_tiles(
+        q, divisor = store_tiles(
             block, rows, columns, num_rows, num_columns, block_column, tiles, hashes, 1, STOCHASTIC, ELEMENT
         )
+        if rest_codes is not None:
+            rest = (rest_codes, rest_scales, rest_blocks)
+            store_rest(
+                block, q, divisor, rows, columns, num_rows, num_columns, block_column, rest, LIMIT, ELEMENT
+            )
     if BY_COLUMN:
         # Again, from the first-level cache: held in registers through both halves, twice as many are needed.
         block = load_block(x, rows, columns, num_rows, num_columns, num_columns, 1)
@@ -142,6 +188,7 @@ def quantize_tiles(
     noise: Noise | None = None,
     noise_column: Noise | None = None,
     packed: tuple[bool, bool] = (False, False),
+    fallback: bool = False,
 ) -> tuple[RowTiles | None, ColumnTiles | None]:
     """Quantize a matrix in tiles of 128 along its columns, its rows, or both, reading it once.
 
@@ -153,18 +200,18 @@ def quantize_tiles(
         noise: rounds the row tiles stochastically; unset: to nearest.
         noise_column: the same for the column tiles.
         packed: of rows and columns, codes of e2m1 two to a byte, as they are kept.
+        fallback: row tiles of int8 that are rounded to nearest have a rest.
 
     Raises:
         PlanError: a tensor or a choice that the kernel does not take.
         DeviceError: not on a CUDA device.
     """
     check_matrix("x", x)
-    kind = checked_element(element)
     check_choice(by_row, by_column, noise, noise_column)
     check_devices(x=x)
+    _check(element, any(packed), fallback, by_row and noise is None)
     num_rows, num_columns = x.shape
-    if any(packed) and element != "e2m1":
-        raise PlanError("codes of a byte are not packed", got=element, expected="e2m1")
+    rest = empty_rest(num_rows, num_columns, element, x.device) if fallback else None
     row = empty_tiles(num_rows, num_columns, element, x.device, packed[0]) if by_row else None
     column = empty_tiles(num_columns, num_rows, element, x.device, packed[1]) if by_column else None
     if x.numel():
@@ -174,6 +221,7 @@ def quantize_tiles(
             x,
             *(row or (x, x)),
             *(column or (x, x)),
+            *((None, None, None) if rest is None else (rest.codes, rest.scales, rest.blocks)),
             *address_hashes(noise, noise_column, num_rows, num_columns, x),
             num_rows,
             num_columns,
@@ -181,8 +229,18 @@ def quantize_tiles(
             BY_COLUMN=by_column,
             STOCHASTIC=noise is not None,
             STOCHASTIC_COLUMN=noise_column is not None,
-            ELEMENT=element_constants(kind),
+            LIMIT=FALLBACK_SUM,
+            ELEMENT=element_constants(checked_element(element)),
             BLOCK=TILE,
-            num_warps=WARPS_STOCHASTIC if noise or noise_column or any(packed) else WARPS_NEAREST,
+            num_warps=WARPS_STOCHASTIC if noise or noise_column or any(packed) or fallback else WARPS_NEAREST,
         )
-    return RowTiles(*row) if row else None, ColumnTiles(*column) if column else None
+    return RowTiles(*row, rest) if row else None, ColumnTiles(*column) if column else None
+
+
+def _check(element: str, is_packed: bool, falls_back: bool, has_nearest_rows: bool) -> None:
+    checked_element(element)
+    if falls_back and not (element == "int8" and has_nearest_rows):
+        what = "only int8 tiles of rows, rounded to nearest, fall back"
+        raise PlanError(what, got=element if element != "int8" else "no rows, or stochastic rounding")
+    if is_packed and element != "e2m1":
+        raise PlanError("codes of a byte are not packed", got=element, expected="e2m1")

@@ -33,10 +33,13 @@ KINDS: dict[str, Kind] = {
     "fp8": "fp8_block",
     "fp8_tensor": "fp8",
     "fp8_row": "fp8",
+    "int8_fallback": "int8",
     "fp4": "fp8_block",
     "mxfp4": "nvfp4",
 }
-"""Recipes whose products a hardware file has under another name. E2M1 under float32 scales runs as E4M3."""
+"""Recipes whose products a hardware file has under another name. E2M1 under float32 scales runs as E4M3.
+int8_fallback is predicted as if nothing fell back: which share does is a matter of the numbers, of a layer at most all,
+which is its fprop twice."""
 KNOWN: tuple[Kind, ...] = get_args(Kind)
 BEST, FLASH_2, TORCH, UNFUSED, FLASH_TRITON = "best", "flash-2", "torch", "unfused", "flash-triton"
 _HOPPER, _BLACKWELL = (0.58, 0.6), (361e12, 334e12)
@@ -184,7 +187,7 @@ def kind_of(recipe: str, device: Device) -> Kind:
     if name == "int8" and device.rate("int8") is None:
         raise PlanError(
             f"no rate of INT8 products is known for {device.name}",
-            got="precision int8",
+            got=f"precision {recipe}",
             expected="peak.int8 and achieved.int8 in a hardware file",
             do="give a file of your own with both, or plan another format",
         )
