@@ -131,7 +131,7 @@ def _as_on_a_gpu(counter: KernelCounter) -> Iterator[None]:
         return a.new_empty(a.shape[0], columns, dtype=out)
 
     def of_tiles(
-        a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out: torch.dtype, *, rest: object
+        a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, out: torch.dtype, *, rest: object = None
     ) -> Tensor:
         return product(a, b.t(), out_dtype=out)
 

@@ -86,14 +86,15 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A launcher, with triton imported now; without triton, a function that refuses."""
+    """A launcher, imported now and from then on an attribute; without triton a function that refuses."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         importlib.import_module("triton")
     except ImportError as error:
         return _without_triton(name, error)
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return found
 
 
 def _without_triton(name: str, cause: ImportError) -> Callable[..., NoReturn]:

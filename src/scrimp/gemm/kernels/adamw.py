@@ -41,7 +41,7 @@ from scrimp.gemm.kernels.arithmetic import (
     to_bfloat16_stochastic,
     widen,
 )
-from scrimp.gemm.kernels.launch import INPUT_TYPES, check_devices, check_matrix, check_row_major, run
+from scrimp.gemm.kernels.launch import INPUT_TYPES, cdiv, check_devices, check_matrix, check_row_major, run
 
 ROWS, COLUMNS = 8, moment_codes.BLOCK
 """The size of a block: a row of it is what shares a scale."""
@@ -207,7 +207,7 @@ def update_adamw(
     num_rows, num_columns = weight.shape
     run(
         adamw_kernel,
-        (triton.cdiv(num_rows, ROWS) * triton.cdiv(num_columns, COLUMNS),),
+        (cdiv(num_rows, ROWS) * cdiv(num_columns, COLUMNS),),
         weight,
         gradient,
         *(averages.get(f"{name}{end}") for name in ("exp_avg", "exp_avg_sq") for end in ("", "_scale")),
@@ -228,7 +228,7 @@ def _check(weight: Tensor, gradient: Tensor, averages: Mapping[str, Tensor], noi
     check_matrix("weight", weight)
     check_matrix("gradient", gradient)
     check_devices(weight=weight, gradient=gradient, **averages)
-    groups = weight.shape[0], triton.cdiv(weight.shape[1], COLUMNS)
+    groups = weight.shape[0], cdiv(weight.shape[1], COLUMNS)
     fits = weight.shape == gradient.shape and not noise.columns
     for name, code in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
         average, scales = averages[name], averages.get(f"{name}_scale")

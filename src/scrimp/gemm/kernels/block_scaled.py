@@ -28,6 +28,7 @@ from scrimp.gemm.kernels.launch import (
     TILE,
     WARPS_NEAREST,
     WeightBlocks,
+    cdiv,
     check_devices,
     check_matrix,
     checked_element,
@@ -75,7 +76,7 @@ def quantize_blocks(w: Tensor, element: str, *, transposed: bool) -> WeightBlock
     kind = checked_element(element)
     check_devices(w=w)
     num_rows, num_columns = w.shape
-    grid = triton.cdiv(num_rows, TILE), triton.cdiv(num_columns, TILE)
+    grid = cdiv(num_rows, TILE), cdiv(num_columns, TILE)
     codes = torch.empty(w.shape, dtype=CODE_TYPES[element], device=w.device)
     scales = torch.empty(grid, device=w.device)
     other = torch.empty(num_columns, num_rows, dtype=codes.dtype, device=w.device) if transposed else None

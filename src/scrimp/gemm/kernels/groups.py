@@ -61,6 +61,7 @@ from scrimp.gemm.kernels.launch import (
     TILE,
     GroupsOf,
     QuantizedGroups,
+    cdiv,
     check_choice,
     check_devices,
     check_matrix,
@@ -354,7 +355,7 @@ def _launch(
     rows, columns = (size + -size % HADAMARD_SIZE for size in x.shape)
     run(
         quantize_groups_kernel,
-        (triton.cdiv(num_rows, TILE) * triton.cdiv(num_columns, TILE) * (TILE // BLOCK) ** 2,),
+        (cdiv(num_rows, TILE) * cdiv(num_columns, TILE) * (TILE // BLOCK) ** 2,),
         x,
         rotation_for(x, any(one is not None and one.operand.hadamard for one in (by_row, by_column))),
         *_arguments(x, by_row, row, amax_row),

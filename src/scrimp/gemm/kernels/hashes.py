@@ -18,7 +18,7 @@ from torch import Tensor
 
 from scrimp.formats.noise import Noise, signed
 from scrimp.gemm.kernels.arithmetic import address_hash
-from scrimp.gemm.kernels.launch import run
+from scrimp.gemm.kernels.launch import cdiv, run
 
 BLOCK, WARPS = 1024, 4
 _NUMBERS = ["first_row", "first_column", "key", "second_key"]
@@ -67,7 +67,7 @@ def address_hashes(
     found = torch.empty(len(streams), num_rows + num_columns, dtype=torch.int32, device=like.device)
     run(
         address_hashes_kernel,
-        (triton.cdiv(num_rows + num_columns, BLOCK) * len(streams),),
+        (cdiv(num_rows + num_columns, BLOCK) * len(streams),),
         found,
         place.column_addresses(num_columns, like.device) if place.columns else found,
         place.first_row,

@@ -32,7 +32,7 @@ from scrimp.gemm.kernels.arithmetic import (
     to_bfloat16,
     value_of,
 )
-from scrimp.gemm.kernels.launch import check_devices, check_row_major, element_constants, run
+from scrimp.gemm.kernels.launch import cdiv, check_devices, check_row_major, element_constants, run
 from scrimp.precision.formats import lookup_element, lookup_scaling
 from scrimp.precision.recipes import Operand
 
@@ -161,7 +161,7 @@ def group_values(payload: Tensor, scales: Tensor, operand: Operand, length: int)
 
 
 def _grid(out: Tensor) -> tuple[int]:
-    return (triton.cdiv(len(out), BLOCK) * triton.cdiv(out.shape[1], BLOCK),)
+    return (cdiv(len(out), BLOCK) * cdiv(out.shape[1], BLOCK),)
 
 
 def _check(payload: Tensor, dtype: torch.dtype, shape: tuple[int, int]) -> None:

@@ -153,6 +153,11 @@ class GroupsOf:
         )
 
 
+def cdiv(size: int, of: int) -> int:
+    """How many cover a size. Triton's takes as long on the host as an allocation."""
+    return -(-size // of)
+
+
 def empty_tiles(
     rows: int, columns: int, element: str, device: torch.device, packed: bool = False
 ) -> tuple[Tensor, Tensor]:

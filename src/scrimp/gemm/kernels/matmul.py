@@ -47,7 +47,7 @@ from scrimp.gemm.kernels.arithmetic import (
     to_bfloat16_stochastic,
     widen,
 )
-from scrimp.gemm.kernels.launch import TILE, RestOfTiles, check_devices, check_row_major, empty_rest
+from scrimp.gemm.kernels.launch import TILE, RestOfTiles, cdiv, check_devices, check_row_major, empty_rest
 
 PAIRS = ({torch.float8_e4m3fn, torch.float8_e5m2}, {torch.int8})
 """Types of codes that are multiplied by one another."""
@@ -313,7 +313,7 @@ def _launch(
     (m, n), k = c.shape, a_codes.shape[1]
 
     def grid(meta: dict[str, int]) -> tuple[int]:
-        return (triton.cdiv(m, meta["BLOCK_M"]) * triton.cdiv(n, meta["BLOCK_N"]),)
+        return (cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]),)
 
     def launch(**options: bool) -> None:
         scaled_matmul_kernel[grid](

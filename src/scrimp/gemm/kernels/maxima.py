@@ -26,7 +26,7 @@ from scrimp.errors import PlanError
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.hadamard import rotate
 from scrimp.gemm.kernels.arithmetic import block_of_program, load_block, magnitude_bits
-from scrimp.gemm.kernels.launch import check_devices, check_matrix, run
+from scrimp.gemm.kernels.launch import cdiv, check_devices, check_matrix, run
 
 BLOCK, WARPS = 64, 4
 
@@ -100,7 +100,7 @@ def largest_magnitudes(x: Tensor, by_row: bool | None, by_column: bool | None) -
     if not x.numel():
         return torch.zeros(len(wanted), device=x.device)
     num_rows, num_columns = x.shape
-    num_blocks = triton.cdiv(num_rows, BLOCK) * triton.cdiv(num_columns, BLOCK)
+    num_blocks = cdiv(num_rows, BLOCK) * cdiv(num_columns, BLOCK)
     maxima = torch.empty(len(wanted), num_blocks, dtype=torch.int32, device=x.device)
     run(
         largest_magnitude_kernel,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from scrimp.gemm.kernels.arithmetic import to_bfloat16
-from scrimp.gemm.kernels.launch import check_devices, check_row_major, run
+from scrimp.gemm.kernels.launch import cdiv, check_devices, check_row_major, run
 
 BLOCK, WARPS = 1024, 4
 
@@ -56,7 +56,7 @@ def apply_scales(product: Tensor, first: Tensor | None, second: Tensor | None, d
     if product.numel():
         run(
             apply_scales_kernel,
-            (triton.cdiv(product.numel(), BLOCK),),
+            (cdiv(product.numel(), BLOCK),),
             product,
             product if first is None else first,
             product if second is None else second,

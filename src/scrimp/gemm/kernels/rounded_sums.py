@@ -31,7 +31,7 @@ from scrimp.gemm.kernels.arithmetic import (
     store_block,
     to_bfloat16_stochastic,
 )
-from scrimp.gemm.kernels.launch import check_devices, check_matrix, run
+from scrimp.gemm.kernels.launch import cdiv, check_devices, check_matrix, run
 
 ROWS, COLUMNS = 8, 512
 """The size of a block: a row of it is a kilobyte of bf16."""
@@ -87,7 +87,7 @@ def add_rounded(total: Tensor, gradient: Tensor, noise: Noise) -> None:
     num_rows, num_columns = total.shape
     run(
         add_rounded_kernel,
-        (triton.cdiv(num_rows, ROWS) * triton.cdiv(num_columns, COLUMNS),),
+        (cdiv(num_rows, ROWS) * cdiv(num_columns, COLUMNS),),
         total,
         gradient,
         num_rows,

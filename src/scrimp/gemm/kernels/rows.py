@@ -60,6 +60,7 @@ from scrimp.gemm.kernels.launch import (
     WARPS_NEAREST,
     WARPS_STOCHASTIC,
     ScaledRows,
+    cdiv,
     check_choice,
     check_devices,
     check_matrix,
@@ -266,7 +267,7 @@ def quantize_rows(
     of_columns, of_rows = maxima[:num_columns], maxima[num_columns:]
     run(
         largest_magnitudes_kernel,
-        (triton.cdiv(num_rows, TILE) * triton.cdiv(num_columns, TILE),),
+        (cdiv(num_rows, TILE) * cdiv(num_columns, TILE),),
         x,
         of_rows if by_row else x,
         of_columns,
@@ -360,7 +361,7 @@ def _write_codes(
     is_same = of_tensor and row is not None and column is not None and not is_stochastic
     run(
         write_codes_kernel,
-        (triton.cdiv(num_rows, TILE) * triton.cdiv(num_columns, TILE),),
+        (cdiv(num_rows, TILE) * cdiv(num_columns, TILE),),
         x,
         *((maxima[0], row.codes, row.scales) if row else (x, x, x)),
         *((maxima[1], column.codes, column.scales) if column else (x, x, x)),

@@ -46,6 +46,7 @@ from scrimp.gemm.kernels.launch import (
     WARPS_STOCHASTIC,
     ColumnTiles,
     RowTiles,
+    cdiv,
     check_choice,
     check_devices,
     check_matrix,
@@ -217,7 +218,7 @@ def quantize_tiles(
     if x.numel():
         run(
             quantize_tiles_kernel,
-            (triton.cdiv(num_rows, TILE) * triton.cdiv(num_columns, TILE),),
+            (cdiv(num_rows, TILE) * cdiv(num_columns, TILE),),
             x,
             *(row or (x, x)),
             *(column or (x, x)),
