@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tiny_run import flags, losses, records, scrimp, write_corpus
 
 from scrimp.cli import main
 from scrimp.planner import Plan
+from scrimp.runtime import deterministic
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +115,19 @@ def test_resuming_a_finished_run_changes_nothing_but_the_last_evaluation(
     assert losses(run_dir) == losses(finished)
 
 
-def test_a_run_goes_on_by_other_kernels(finished: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_by_other_kernels(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They do not change what is trained; on a CPU they are the same ones."""
     import shutil
 
+    asked = []
+
+    def noted(device: torch.device, wanted: bool) -> AbstractContextManager[None]:
+        asked.append(wanted)
+        return deterministic(device, wanted)
+
+    monkeypatch.setattr("scrimp.training.session.deterministic", noted)
     run_dir = tmp_path / "resumed"
     shutil.copytree(finished, run_dir)
     for step in (20, 30):
@@ -124,6 +135,8 @@ def test_a_run_goes_on_by_other_kernels(finished: Path, tmp_path: Path) -> None:
     assert main(["train", f"--run.dir={run_dir}", "--resume", "--train.no-deterministic"]) == 0
     assert losses(run_dir) == losses(finished)
     assert "deterministic = false" in (run_dir / "config.toml").read_text(encoding="utf-8")
+    assert main(["train", f"--run.dir={run_dir}", "--resume", "--train.deterministic"]) == 0
+    assert asked == [False, True]
 
 
 def test_a_used_folder_is_refused_without_resume(
