@@ -104,6 +104,22 @@ def test_ranks_of_a_pipeline_share_harm_and_have_bytes_of_their_own() -> None:
     assert low[1] > low[0]
 
 
+@pytest.mark.parametrize("kernel", ["best", "flash-2"])
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_without_harm_to_spend_blocks_are_those_without_other_formats(share: float, kernel: str) -> None:
+    """Of a rank's ways those are looked at that do without formats, though others are faster at any price of harm."""
+    like = setting(dataclasses.replace(LLAMA_8B, layers=8), "4xb200", pp=2, fsdp=2, zero=1, micro_batch=4)
+    like = dataclasses.replace(like, software=dataclasses.replace(like.software, attention_kernel=kernel))
+    lean, whole = (
+        max(rank.total for rank in peak_bytes(one)) for one in (leanest(like), with_plans(like, BlockPlan()))
+    )
+    like = with_memory(like, lean + share * (whole - lean))
+    found, expected = chosen(like, quality(like, 0.0)), chosen(like)
+    assert found is not None
+    assert expected is not None
+    assert predict(found).step_seconds == pytest.approx(predict(expected).step_seconds, rel=1e-9)
+
+
 @pytest.mark.parametrize("limit", [0.0, 0.3, 0.75])
 def test_the_bound_is_below_what_is_found(limit: float) -> None:
     like = setting(dataclasses.replace(LLAMA_8B, layers=8), "4xb200", pp=2, fsdp=2, zero=1, micro_batch=4)

@@ -264,13 +264,18 @@ class Blocks:
         targets = [self.spare * len(own) / number for own in self.blocks]
         found = self._fronts(ranks, targets)
         if not all(found):
+            found = self._fronts(ranks, targets, all_ways=True)
+        if not all(found):
             return None
         taken: list[int] = []
         for step in range(_ROUNDS if len(ranks) > 1 else 1):
             if step:
                 found = self._nearer(found, taken, targets)
-            merged = [_merged([front for _, front in fronts]) for fronts in found]
-            shares = spread(merged, self.ends, self.setting.micro_batches, self.spare, _CELLS)
+            merged, shares = self._spread(found)
+            if shares is None and not step:
+                # Ways that others beat at all prices that were tried may be the only ones of so little harm.
+                found = self._fronts(ranks, targets, all_ways=True)
+                merged, shares = self._spread(found)
             if shares is None:
                 return None
             taken = shares
@@ -286,6 +291,11 @@ class Blocks:
                 used[rank] += float(choices.bytes[choice])
         return dataclasses.replace(self.setting, blocks=tuple(plans)), used
 
+    def _spread(self, found: list[list[tuple[Way, Frontier]]]) -> tuple[list[Frontier], list[int] | None]:
+        """The plans of all ways of each rank, and which of them each takes."""
+        merged = [_merged([front for _, front in fronts]) for fronts in found]
+        return merged, spread(merged, self.ends, self.setting.micro_batches, self.spare, _CELLS)
+
     def _bounds(self, ranks: list[list[Way]], prices: Array) -> list[Array]:
         """Seconds [W, P] of each rank's ways with harm at these prices, but for ranks whose plans are all known."""
         asked = [[] if self._every_plan(rank) else ways for rank, ways in enumerate(ranks)]
@@ -293,9 +303,11 @@ class Blocks:
         each = least_at_prices(kinds, prices) if kinds else np.empty((0, len(prices)))
         return np.split(each, np.cumsum([len(ways) for ways in asked])[:-1])
 
-    def _fronts(self, ranks: list[list[Way]], targets: Sequence[float]) -> list[list[tuple[Way, Frontier]]]:
+    def _fronts(
+        self, ranks: list[list[Way]], targets: Sequence[float], *, all_ways: bool = False
+    ) -> list[list[tuple[Way, Frontier]]]:
         """Plans of each rank: all of few; else those of the ways whose bound is least at some price of harm and, of a
-        rank alone, of all ways that may have a better one."""
+        rank alone, of all ways that may have a better one. Or all plans of all ways."""
         found: list[list[tuple[Way, Frontier]]] = []
         prices = self._prices()
         bounds = self._bounds(ranks, prices)
@@ -308,8 +320,9 @@ class Blocks:
             wins = np.bincount(own.argmin(axis=0), minlength=len(ways))
             order = np.lexsort((own[:, 0], -wins))
             fronts: list[tuple[Way, Frontier]] = []
-            for at in order[: len(ways) if len(ranks) == 1 else np.count_nonzero(wins)].tolist():
-                if self._is_beaten(own[at], prices, [front for _, front in fronts]):
+            some = len(ways) if all_ways or len(ranks) == 1 else np.count_nonzero(wins)
+            for at in order[:some].tolist():
+                if not all_ways and self._is_beaten(own[at], prices, [front for _, front in fronts]):
                     continue
                 front = ways[at].stage.frontier(target)
                 if front is not None:
