@@ -30,11 +30,12 @@ from stopwatch import first_line
 from torch import Tensor
 
 from scrimp.formats import QuantizedTensor
+from scrimp.formats.codes import decode
 from scrimp.gemm import kernels
 from scrimp.gemm.backends import BACKENDS
-from scrimp.gemm.backends.operands import KernelCodes, unpack_e2m1
+from scrimp.gemm.backends.operands import KernelCodes
 from scrimp.gemm.probe import Sizes, make_trial
-from scrimp.precision import Operand
+from scrimp.precision import Operand, lookup_element
 
 TILE, MOST_BITS = 128, 24
 GAPS = {"bits in one instruction": 1, "bits 128 apart": TILE}
@@ -169,7 +170,7 @@ def exactness(product: Product, size: int, k: int, device: torch.device) -> dict
     """Elements of a product of E2M1 codes that are not exact, and the largest error in units of 1/4."""
     generator = torch.Generator().manual_seed(0)
     packed = [torch.randint(0, 256, (size, k // 2), generator=generator, dtype=torch.uint8) for _ in range(2)]
-    a, b = (unit_tiles(unpack_e2m1(x, k).float(), device) for x in packed)
+    a, b = (unit_tiles(decode(x, lookup_element("e2m1"), k), device) for x in packed)
     wrong = (product(a, b).double() - dequantized(a) @ dequantized(b).T).abs()
     return {"inexact, share": float((wrong > 0).double().mean()), "largest, in 1/4": 4 * float(wrong.max())}
 

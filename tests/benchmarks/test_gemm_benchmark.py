@@ -18,8 +18,8 @@ from stopwatch import Race, Stopwatch, rotated
 
 from scrimp.formats import Noise, quantize
 from scrimp.gemm.backends import BACKENDS
+from scrimp.gemm.kernels.hashes import address_hashes
 from scrimp.gemm.kernels.launch import GroupsOf, empty_tiles
-from scrimp.gemm.kernels.launch import hashes as hashed
 from scrimp.gemm.problem import AXES, Shape, Use, operands_of
 from scrimp.precision import GEMMS, RECIPES, Operand
 
@@ -33,7 +33,7 @@ def test_a_quantizers_floor_is_the_size_of_everything_read_and_written() -> None
     row, column = empty_tiles(130, 200, "e4m3", CPU), empty_tiles(200, 130, "e4m3", CPU)
     tiles = sum(tensor.nbytes for tensor in (x, *row, *column))
     assert bytes_moved("quantize_tiles", 130, 200, 2) == tiles
-    hashes = [*hashed(Noise(1), 130, 200, x), *hashed(Noise(2), 130, 200, x)]
+    hashes = [*address_hashes(Noise(1), Noise(2), 130, 200, x)]
     both = bytes_moved("quantize_tiles", 130, 200, 2, stochastic=True, stochastic_column=True)
     assert both == tiles + sum(tensor.nbytes for tensor in hashes)
     codes = row[0].nbytes

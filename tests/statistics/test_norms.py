@@ -71,6 +71,7 @@ class Watched:
                 AXES[gemm][operand],
                 entry.rounding,
                 hadamard=entry.hadamard,
+                fallback=entry.fallback,
                 noise=use.noise,
             )
             other = tensors[OPERANDS[gemm][1 - operand]]
