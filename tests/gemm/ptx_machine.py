@@ -375,7 +375,7 @@ def _convert(machine: Machine, it: Instruction) -> None:
 
 
 def _truncate(machine: Machine, it: Instruction) -> None:
-    """Of float32 to integers, towards zero and within their range; of NaN 0."""
+    """From float32 to integers, towards zero and within their range; NaN becomes 0."""
     kind = TYPES[it.operation.removeprefix("cvt.rzi.")]
     value, limits = (
         np.nan_to_num(machine.read(it.operands[1], "f32"), posinf=np.inf, neginf=-np.inf),

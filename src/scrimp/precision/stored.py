@@ -19,8 +19,8 @@ from scrimp.precision.recipes import RECIPES
 from scrimp.precision.rules import Rule
 
 AS_IT_IS = "bf16"
-STORABLE = tuple(name for name, one in RECIPES.items() if one.fprop is not None)
-"""Recipes that quantize weights."""
+STORABLE = tuple(name for name, one in RECIPES.items() if one.fprop is not None and not one.fprop.a.fallback)
+"""Recipes that quantize weights; one whose inputs fall back quantizes them as the one without."""
 _EXAMPLE = "nvfp4,*.down=fp8,blocks.0.*=bf16"
 
 

@@ -107,7 +107,7 @@ def test_ranks_of_a_pipeline_share_harm_and_have_bytes_of_their_own() -> None:
 @pytest.mark.parametrize("kernel", ["best", "flash-2"])
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_without_harm_to_spend_blocks_are_those_without_other_formats(share: float, kernel: str) -> None:
-    """Of a rank's ways those are looked at that do without formats, though others are faster at any price of harm."""
+    """A rank's ways that do without formats are looked at, though others are faster at any price of harm."""
     like = setting(dataclasses.replace(LLAMA_8B, layers=8), "4xb200", pp=2, fsdp=2, zero=1, micro_batch=4)
     like = dataclasses.replace(like, software=dataclasses.replace(like.software, attention_kernel=kernel))
     lean, whole = (

@@ -69,7 +69,8 @@ def test_passes_add_up_to_the_prediction_and_floors_lie_below(
     [
         (False, "bf16", 7 * 6, 8 * (4 * 24 + 1)),
         (False, "mxfp8", 7 * 6, 8 * (4 * 24 + 1)),
-        (False, "fp8", 8 * 2 - 2, 8),
+        (False, "fp8", 7 * 6, 8 * (4 * 24 + 1)),
+        (False, "fp4", 8 * 2 - 2, 8),
         (True, "bf16", 8 * 6 - 4, 8),
         (True, "mxfp8", 7 * 10 + 6, 8 * (4 * 24 + 1)),
     ],

@@ -42,7 +42,7 @@ class KernelCodes:
     tensor_scale: Tensor | None = None
     """NVFP4's."""
     rest: RestOfTiles | None = None
-    """Of row tiles that fall back."""
+    """What row tiles that fall back leave."""
 
 
 def checked_matrix(x: Tensor) -> Tensor:
@@ -84,6 +84,10 @@ def kernel_codes(x: Tensor, use: Use, form: Form = "codes") -> KernelCodes:
     """
     assert use.operand is not None
     if use.operand.scaling == "block":
+        if form == "kept" and use.operand.element == "e2m1":
+            raise PlanError(
+                "no kernel packs blocks of 4 bits", do="keep tiles, or use the reference back end"
+            )
         blocks = kernels.quantize_blocks(readable(x), use.operand.element, transposed=use.axis == ROWS)
         if use.axis == COLUMNS:
             return KernelCodes(blocks.codes, blocks.scales)

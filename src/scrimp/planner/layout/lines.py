@@ -85,7 +85,7 @@ class Line:
     states: StateFormats = field(default_factory=StateFormats)
     """In which formats Scrimp keeps weights and moments."""
     attention_kernel: str = ""
-    """Of Scrimp: torch, that of rows without documents whose sums may come in any order; empty: the software's own."""
+    """torch: that of rows without documents whose sums may come in any order, of Scrimp; empty: the software's own."""
     execution: Execution | None = None
     """What users of Megatron set beside the layout: graphs, how tokens travel to experts; None: what most do."""
     id: str | int | None = None

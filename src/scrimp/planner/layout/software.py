@@ -213,11 +213,14 @@ class Software:
 
     def adds(self, recipe: str) -> bool:
         """Whether a block's product adds the gradient that it makes to its sum, or is taken to; else a kernel of its
-        own does so afterwards. Of Scrimp's those of tiles do, and in high precision those whose sums are in float32."""
+        own does so afterwards. Of Scrimp's those of tiles that Triton multiplies do, and in high precision those whose
+        sums are in float32; torch's kernels of codes store."""
         if self.name not in OWN:
             return True
         made = recipe_of(recipe).wgrad
-        return self.held_gradient_bytes == 4.0 if made is None else made.a.scaling == "tile"
+        if made is None:
+            return self.held_gradient_bytes == 4.0
+        return made.a.scaling == "tile" and made.a.element in ("e2m1", "int8")
 
     def made(self, recipe: str, gemm: str, *, units: bool) -> tuple[float, float, float, float] | None:
         """What the operands of a product take, as `quantize` says; None: it does not.

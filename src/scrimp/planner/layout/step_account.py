@@ -25,7 +25,8 @@ Method   The step is cut into passes: products, attention, what moves numbers be
          reaches, all else its bytes by the bandwidth; a pass that the host launches more slowly waits for it. The
          products of a floor are the same products, and it waits for nobody.
          Of Scrimp's own step the sum of a gradient is a kernel of its own where no product adds to it
-         (`scrimp.gemm.weight_sums`: bf16 to bf16, groups, the head); predictions let it run beside the product.
+         (`scrimp.gemm.weight_sums`: bf16 to bf16, codes that torch multiplies, the head); predictions let it run
+         beside the product.
 Limits   Dense models on one device whose states and activations stay there. Sums of the embedding's gradient are left
          out, as in predictions. Scales of groups, sums of a norm's weight
          and the dropping of padding are left out. Launches are those of the file, where it was counted.
