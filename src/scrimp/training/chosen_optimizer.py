@@ -13,7 +13,8 @@ Method   What costs time alone comes before what may cost loss. So AdamW is take
 Price    Said with the choice, as measured (docs/lab-log.md): that of so small a model, in which Fira ended below AdamW.
 Limits   Formats of moments stay the user's: `optimizer.moments = 8bit` takes less than a rank of width / 4 and is never
          tried. GaLore saves four bytes a matrix beside Fira, and is not either. The search for layouts counts states as
-         AdamW's (`planner.layout.state_formats`); the traced account, which has the last word, does not.
+         AdamW's (`planner.layout.state_formats`); the traced account, which has the last word, does not. What an
+         optimizer needs on several ranks is said for the layout that is taken where nothing fits as searched.
 Checked  tests/training/test_chosen_optimizer.py
 """
 
