@@ -37,7 +37,7 @@ def names(cases: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, HOPPER, 100, 120])
+@pytest.mark.parametrize("capability", [80, HOPPER, 120])
 def test_products_of_integers_run_on_tensor_cores_and_need_no_fp8(capability: int) -> None:
     integers = compiled(capability, "int8")
     assert {case["kernel"] for case in integers} == {
@@ -47,13 +47,12 @@ def test_products_of_integers_run_on_tensor_cores_and_need_no_fp8(capability: in
     }
     products = [case for case in integers if case["kernel"] == "scaled_matmul_kernel"]
     assert len(products) == 4 + 3 * 6
-    if capability != 100:  # whose own instructions have no such name
-        assert not names([case for case in products if not case["integer_products"]])
+    assert not names([case for case in products if not case["integer_products"]])
     assert not names([case for case in integers if case["stack"] or case["div_approximate"] or case["flush"]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, HOPPER, 100, 120])
+@pytest.mark.parametrize("capability", [80, HOPPER])
 def test_second_codes_take_room_for_one_tile_of_them_and_leave_the_first_as_they_were(
     capability: int,
 ) -> None:
