@@ -48,7 +48,10 @@ def test_products_of_integers_run_on_tensor_cores_and_need_no_fp8(capability: in
     products = [case for case in integers if case["kernel"] == "scaled_matmul_kernel"]
     assert len(products) == 4 + 3 * 6
     assert not names([case for case in products if not case["integer_products"]])
-    assert not names([case for case in integers if case["stack"] or case["div_approximate"] or case["flush"]])
+    # With second codes one of six shapes of tiles spills four registers on consumer Blackwell: they are timed.
+    spills = 16 if capability == 120 else 0
+    assert not names([case for case in integers if case["stack"] > spills])
+    assert not names([case for case in integers if case["div_approximate"] or case["flush"]])
 
 
 @pytest.mark.slow
