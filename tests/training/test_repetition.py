@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from tiny_run import flags, write_corpus
 
-from scrimp.cli import main
+from scrimp.cli import dry_run, main
 from scrimp.config import Config, replace_values
 from scrimp.planner.hardware import load_hardware
+from scrimp.profiler import this_device
+from scrimp.training.memory import block_seconds
 from scrimp.training.repetition import repetition_text, text_on
 from scrimp.training.setup import Decisions, decide
 
@@ -44,6 +46,20 @@ def test_nothing_is_promised_of_what_is_not_known() -> None:
     unknown = "bit for bit; what that costs here is not predicted"
     assert text_on(decided(), None) == unknown
     assert text_on(decided(precision="fp32"), load_hardware("h100")) == unknown
+
+
+@pytest.mark.parametrize("recipe", ["int8", pytest.param("int8_fallback", marks=pytest.mark.slow)])
+def test_a_format_without_a_rate_is_planned_on_a_card_all_the_same(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks are weighed by the card's file, since one of them makes its activations again."""
+    monkeypatch.setattr(block_seconds, "LIMIT_S", 1e-6)  # as of a model that would take too long to time
+    monkeypatch.setattr(this_device, "known_name", lambda device: "a100-80")
+    monkeypatch.setattr(dry_run, "repetition_text", lambda found: text_on(found, load_hardware("a100-80")))
+    words = (f"--precision={recipe}", "--backend=reference", "--memory.activations=keep,0=block")
+    command = flags(write_corpus(tmp_path), tmp_path / "run", *words)
+    assert main(["plan", *command[1:]]) == 0
+    assert "bit for bit; what that costs here is not predicted" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("words", [(), ("--train.no-deterministic",)])
