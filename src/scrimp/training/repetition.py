@@ -45,8 +45,10 @@ def text_on(decisions: Decisions, cluster: Cluster | None) -> str:
         return unknown
     model, program = sizes_of(spec_of(decisions.architecture)), program_of(config, cluster, "cuda")
     setting = setting_of_run(config, model, cluster, program, decisions.plan.placement.activations)
+    if setting is None:
+        return unknown
     try:
-        price = None if setting is None else price_text(setting, predict(setting).step_seconds)
+        price = price_text(setting, predict(setting).step_seconds)
     except PlanError:  # a format of which the file has no rate
         return unknown
-    return f"{how}; {price or 'attention has one kernel here'}"
+    return f"{how}; {price or 'nothing is predicted to be faster here'}"
