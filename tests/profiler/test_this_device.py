@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -56,7 +57,13 @@ def test_a_card_is_known_by_its_name_and_its_memory(
 def test_a_known_card_is_its_file_and_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here, "_rates_once", lambda *one: pytest.fail("was measured"))
     device = card("NVIDIA H100 80GB HBM3", 85, monkeypatch)
-    assert cluster_here(device, compute="bf16", recipe="fp8").groups[0].node.device == load_device("h100")
+    known = load_device("h100")
+    as_bf16 = replace(
+        known,
+        peak=replace(known.peak, int8=known.peak.bf16),
+        achieved=replace(known.achieved, int8=known.achieved.bf16),
+    )
+    assert cluster_here(device, compute="bf16", recipe="fp8").groups[0].node.device == as_bf16
     plain = cluster_here(device, compute="fp32", recipe=None).groups[0].node.device
     assert plain.rate("bf16") == plain.rate("fp32") == load_device("h100").rate("fp32")
 

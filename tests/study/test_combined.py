@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import TINY, scrimp, write_corpus
+from tiny_run import TINY, flags, scrimp, write_corpus
 from torch import Tensor
 
+from scrimp.cli import main as cli
 from scrimp.data import evaluation_batches
 from scrimp.errors import ScrimpError
 from scrimp.models.model import Model, build_model
+from scrimp.study import combined
 from scrimp.study.combined import average, evaluate_together
 from scrimp.study.definition import parse_study
 from scrimp.study.estimate import probe_all
@@ -96,6 +98,34 @@ def losses_of(run: Path, models: list[Model]) -> Tensor:
         total -= log_p[real].gather(1, targets[real][:, None]).sum()
         count += int(real.sum())
     return torch.as_tensor(total / count)
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two models of other initial weights."""
+    folder = tmp_path_factory.mktemp("two")
+    corpus, runs = write_corpus(folder), [folder / "first", folder / "second"]
+    for seed, run in enumerate(runs):
+        words = ("--train.steps=2", "--data.held-out=0.1", "--optimizer.lr=3e-3", f"--run.seed={seed}")
+        assert cli(flags(corpus, run, *words)) == 0
+    return runs
+
+
+@pytest.mark.parametrize("how", ["ensemble", "merge"])
+def test_two_runs_together_are_what_their_weights_say(
+    how: str, two_runs: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert combined.main(how, "3.0,1.0", *map(str, two_runs)) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]
+    first, second = models = [loaded(run) for run in two_runs]
+    alone = [float(losses_of(two_runs[0], [one])) for one in models]
+    if how == "merge":
+        with torch.no_grad():
+            for mine, its in zip(first.parameters(), second.parameters(), strict=True):
+                mine.copy_((3 * mine + its) / 4)
+        models = [first]
+    assert found == pytest.approx(float(losses_of(two_runs[0], models)), rel=1e-5)
+    assert min(abs(found - one) for one in alone) > 1e-3
 
 
 def row(results: Path, variant: str) -> float:

@@ -7,6 +7,7 @@ import inspect
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from scrimp.cli.trained import load_executable
 from scrimp.config import load_config
 from scrimp.data import Mixture
 from scrimp.errors import ConfigError
+from scrimp.study.combined import evaluate_together
 from scrimp.study.conduct import study_of
 from scrimp.study.definition import Study, parse_study
 from scrimp.study.job import SOURCE
@@ -110,7 +112,31 @@ def test_rows_have_the_loss_of_each_source_and_their_mean(results: Path) -> None
 
 @pytest.mark.slow
 def test_a_merge_is_evaluated_on_each_source(results: Path) -> None:
-    runs = [results / "runs" / f"of-{name}-seed5" for name in "ab"]
+    figures = row(results, "both").figures
+    for label, loss in losses_of_merge([results / "runs" / f"of-{name}-seed5" for name in "ab"]).items():
+        assert figures[f"{SOURCE}{label}"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_two_runs_of_other_weights_are_merged_and_evaluated_on_each_source(tmp_path: Path) -> None:
+    texts, runs = write_texts(tmp_path), [tmp_path / "of-a", tmp_path / "of-b"]
+    words = [
+        "train",
+        *TINY,
+        f"--data.cache={tmp_path / 'cache'}",
+        "--data.held-out=0.1",
+        "--data.tokens=4096",
+    ]
+    words += ["--evaluation.tokens=1536", "--train.steps=2", "--optimizer.lr=3e-3"]
+    for run, weights in zip(runs, ((1, 0, 0), (0, 1, 0)), strict=True):
+        assert main([*words, f"--data.mix={mix(texts, *weights)}", f"--run.dir={run}"]) == 0
+    found = evaluate_together(runs, [3.0, 1.0])
+    assert {label: one.loss for label, one in found.sources.items()} == pytest.approx(
+        losses_of_merge(runs), rel=1e-5
+    )
+
+
+def losses_of_merge(runs: list[Path]) -> dict[str, float]:
+    """Those of three parts of the first run and one of the second, source by source."""
     executables = [load_executable(open_target(run), "cpu") for run in runs]
     merged, other = (one.model for one in executables)
     for model, run in zip((merged, other), runs, strict=True):
@@ -120,11 +146,9 @@ def test_a_merge_is_evaluated_on_each_source(results: Path) -> None:
             mine.copy_((3 * mine.double() + its.double()) / 4)
     corpus = open_run_corpus(load_config(runs[0] / "config.toml"), ALONE, progress=False)
     assert isinstance(corpus, Mixture)
-    for label, part in zip(corpus.labels, corpus.parts, strict=True):
-        expected = evaluate(
-            executables[0], part.held_out, sequence=64, micro_batch=1, max_tokens=512, mask_documents=True
-        )
-        assert row(results, "both").figures[f"{SOURCE}{label}"] == pytest.approx(expected.loss, rel=1e-5)
+    each = zip(corpus.labels, corpus.parts, strict=True)
+    how: dict[str, Any] = {"sequence": 64, "micro_batch": 1, "max_tokens": 512, "mask_documents": True}
+    return {label: evaluate(executables[0], part.held_out, **how).loss for label, part in each}
 
 
 @pytest.mark.slow

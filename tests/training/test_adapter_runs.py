@@ -130,10 +130,11 @@ def test_merged_weights_give_the_logits_of_adapters_beside_their_base(folder: Pa
             assert torch.equal(parameter, dict(merged.named_parameters())[name]), name
 
 
-@pytest.mark.slow
-def test_evaluation_text_and_chat_read_both(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    corpus = folder / "corpus.txt"
-    shown = {}
+def test_evaluation_text_and_chat_read_both(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus, shown = tmp_path / "some.txt", {}
+    corpus.write_text((folder / "corpus.txt").read_text(encoding="utf-8")[:4096], encoding="utf-8")
     for name in ("run", "base", "from a folder"):
         assert main(["eval", str(folder / name), f"--data={corpus}", "--device=cpu"]) == 0
         told = capsys.readouterr().out

@@ -385,14 +385,25 @@ def test_evaluations_in_the_working_format_are_those_of_the_weights_alone(
         found[formats] = [event["loss"] for event in events if event["kind"] == "evaluation"]
     assert losses(tmp_path / "plan") == losses(tmp_path / "working")  # training is the same
     assert all(a != b for a, b in zip(*found.values(), strict=True))
-    target = open_target(tmp_path / "working")
-    config = load_config(tmp_path / "working" / "config.toml")
-    of_weights = evaluate(
-        load_executable(target, "cpu"),
+    assert found["working"][-1] == loss_of_weights(tmp_path / "working")
+
+
+def test_an_evaluation_in_the_working_format_reads_the_weights_alone(corpus: Path, tmp_path: Path) -> None:
+    """The plan's formats would give another loss, as above."""
+    more = ("--evaluation.precision=working", "--precision=fp8", "--backend=reference", "--train.steps=1")
+    assert main(flags(corpus, tmp_path / "run", *more)) == 0
+    (found,) = [one for one in records(tmp_path / "run", "events.jsonl") if one["kind"] == "evaluation"]
+    assert found["loss"] == loss_of_weights(tmp_path / "run")
+
+
+def loss_of_weights(run: Path) -> float:
+    """The held-out loss of a run's last checkpoint, whose model has no planned layer."""
+    config = load_config(run / "config.toml")
+    return evaluate(
+        load_executable(open_target(run), "cpu"),
         open_run_corpus(config, ALONE, progress=False).held_out,
         sequence=config.train.sequence,
         micro_batch=config.train.micro_batch,
         max_tokens=config.evaluation.tokens,
         mask_documents=config.data.mask_documents,
-    )
-    assert found["working"][-1] == of_weights.loss
+    ).loss

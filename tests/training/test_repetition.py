@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from tiny_run import flags, write_corpus
 
-from scrimp.cli import main
+from scrimp.cli import dry_run, main
 from scrimp.config import Config, replace_values
 from scrimp.planner.hardware import load_hardware
-from scrimp.training.repetition import repetition_text, text_on
+from scrimp.profiler import this_device
+from scrimp.training.memory import block_seconds
+from scrimp.training.repetition import text_on
 from scrimp.training.setup import Decisions, decide
 
 RUN = {
@@ -32,9 +34,15 @@ def test_the_price_is_that_of_the_runs_own_card() -> None:
     kept, free = decided(), decided(train__deterministic=False, data__mask_documents=False)
     h100, a100 = load_hardware("h100"), load_hardware("a100-80")
     assert text_on(kept, h100).startswith("bit for bit; attention held to FlashAttention-2: +")
-    assert text_on(kept, a100) == "bit for bit; attention has one kernel here"
+    assert text_on(kept, a100) == "bit for bit; nothing is predicted to be faster here"
     assert text_on(free, h100).startswith(
         "up to rounding; attention by torch's choice, not FlashAttention-2: -"
+    )
+    tiny = decided(
+        model__preset="llama-3m", train__sequence=128, train__batch_tokens=128, train__micro_batch=1
+    )
+    assert text_on(tiny, h100) == "bit for bit; nothing is predicted to be faster here", (
+        "there are two kernels"
     )
     documents = text_on(decided(train__deterministic=False), h100)
     assert documents.startswith("up to rounding; attention held to FlashAttention-2: +"), "by documents"
@@ -46,6 +54,20 @@ def test_nothing_is_promised_of_what_is_not_known() -> None:
     assert text_on(decided(precision="fp32"), load_hardware("h100")) == unknown
 
 
+@pytest.mark.parametrize("recipe", ["int8", pytest.param("int8_fallback", marks=pytest.mark.slow)])
+def test_a_format_without_a_rate_is_planned_on_a_card_all_the_same(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks are weighed by the card's file, since one of them makes its activations again."""
+    monkeypatch.setattr(block_seconds, "LIMIT_S", 1e-6)  # as of a model that would take too long to time
+    monkeypatch.setattr(this_device, "known_name", lambda device: "a100-80")
+    monkeypatch.setattr(dry_run, "repetition_text", lambda found: text_on(found, load_hardware("a100-80")))
+    words = (f"--precision={recipe}", "--backend=reference", "--memory.activations=keep,0=block")
+    command = flags(write_corpus(tmp_path), tmp_path / "run", *words)
+    assert main(["plan", *command[1:]]) == 0
+    assert "bit for bit; what that costs here is not predicted" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("words", [(), ("--train.no-deterministic",)])
 def test_on_a_cpu_it_costs_nothing(
     words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -53,7 +75,3 @@ def test_on_a_cpu_it_costs_nothing(
     command = flags(write_corpus(tmp_path), tmp_path / "run", *words)
     assert main(["plan", *command[1:]]) == 0
     assert "bit for bit; on a CPU that costs nothing" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_cpus_decision_says_so() -> None:
-    assert repetition_text(decided()) == "bit for bit; on a CPU that costs nothing"

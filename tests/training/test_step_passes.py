@@ -64,6 +64,20 @@ def test_what_has_no_account_has_none() -> None:
     assert account(decided(model__preset="llama-3m", memory__activations="keep+offload")) is None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"optimizer__name": "galore"},
+        {"optimizer__name": "nadamw"},
+        {"precision": "fp8_tensor,*=bf16"},
+        {"precision": "bf16,*=fp8_tensor"},
+    ],
+)
+def test_other_optimizers_and_rules_have_no_account(more: dict[str, object]) -> None:
+    assert account(decided(**more)) is None
+
+
 def test_a_run_on_a_known_card_shows_its_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus, run = write_corpus(tmp_path), tmp_path / "run"
     monkeypatch.setattr(step_passes, "known_name", lambda device: "h100")

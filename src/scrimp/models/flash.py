@@ -17,7 +17,8 @@ Method   Rows know nothing of each other. So the kernel runs over pieces of a fe
          Pieces are packed documents to the kernel (cumulative starts), so that one call serves rows with one document
          and with many, with a window and without.
 cuDNN    Where torch may take cuDNN's kernel (`Gpu.prefers_cudnn`) rows whose documents are not kept apart go together:
-         pieces are a call of FlashAttention's.
+         pieces are a call of FlashAttention's. So do rows whose heads are too wide for cuDNN
+         (`scrimp.planner.layout.kernels`).
 Cut      The most rows that keep the bound with documents of `MEAN_TOKENS` or more on average; where none do, those that
          take least. A batch of shorter documents that would pass both the bound and what was planned goes row by
          row. Fewer rows are not always less: they have more copies.

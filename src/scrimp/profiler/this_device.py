@@ -6,7 +6,8 @@ Method   A card that ships (`planner/hardware/devices`), by the words of its nam
          other device is measured once in a process as ranks are (`scrimp.profiler.measured_cluster`): products and
          attention in the working format, a planned layer in the recipe of the run on a CPU, memory, and what an
          operation costs the host. Of several ranks the first measures, alone, for all of them. A device that works in
-         fp32 stands there with its rate of fp32 as that of bf16, as measured ranks do.
+         fp32 stands there with its rate of fp32 as that of bf16, as measured ranks do. Where a file has no rate of INT8
+         products, they count as bf16's.
 Limits   Slices of a card, laptops' versions and PCIe versions have other rates than the card of that name: measured.
          Attention in fp32 is taken to reach the share of its peak that bf16's does.
 Checked  tests/profiler/test_this_device.py
@@ -14,9 +15,9 @@ Checked  tests/profiler/test_this_device.py
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
+from dataclasses import asdict, replace
 from functools import cache
 
 import torch
@@ -44,8 +45,7 @@ def cluster_here(device: Device, *, compute: str, recipe: str | None) -> Cluster
     """
     name = known_name(device)
     if name is not None:
-        found = load_hardware(name)
-        return _in_float32(found) if compute == "fp32" else found
+        return _as_run(load_hardware(name), compute)
     rates = device.world.once(
         "measuring what the device reaches",
         lambda: _rates_once(
@@ -55,7 +55,7 @@ def cluster_here(device: Device, *, compute: str, recipe: str | None) -> Cluster
             recipe if device.is_host else None,
             torch.are_deterministic_algorithms_enabled(),
         ),
-        write=dataclasses.asdict,
+        write=asdict,
         read=lambda told: RankRates(**told),
     )
     return cluster_of(rates, ranks=1, name=device.name, memory_bytes=device.available_bytes)
@@ -81,18 +81,18 @@ def known_name(device: Device) -> str | None:
     return best if best is not None and near[best] <= MEMORY_TOLERANCE else None
 
 
-def _in_float32(cluster: Cluster) -> Cluster:
-    """Where the working format is fp32, that is what the model of time calls bf16."""
+def _as_run(cluster: Cluster, compute: str) -> Cluster:
+    """A card's file with the rates that a run on it is weighed by."""
     (group,) = cluster.groups
     one = group.node.device
     peak, achieved = one.peak, one.achieved
-    plain = dataclasses.replace(
-        one,
-        peak=dataclasses.replace(peak, bf16=peak.fp32),
-        achieved=dataclasses.replace(achieved, bf16=achieved.fp32),
-    )
-    group = dataclasses.replace(group, node=dataclasses.replace(group.node, device=plain))
-    return dataclasses.replace(cluster, groups=(group,))
+    if compute == "fp32":  # what the model of time calls bf16 is the working format
+        peak, achieved = replace(peak, bf16=peak.fp32), replace(achieved, bf16=achieved.fp32)
+    if one.rate("int8") is None:
+        # No source has it. Products in INT8 run here whatever is known of them: counted as bf16's, no plan needs it.
+        peak, achieved = replace(peak, int8=peak.bf16), replace(achieved, int8=achieved.bf16)
+    device = replace(one, peak=peak, achieved=achieved)
+    return replace(cluster, groups=(replace(group, node=replace(group.node, device=device)),))
 
 
 def is_same_name(planned: str, here: str) -> bool:

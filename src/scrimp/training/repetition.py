@@ -2,13 +2,15 @@
 
 Method   `train.deterministic` says the first, `scrimp.planner.layout.attention_price` the second, of the run's own step
          on the hardware file of its card.
-Limits   One GPU with a hardware file, in bf16; of others no price is said. Nothing else than attention has one: what
-         scattered sums and sorted gradients of torch's deterministic operators take more was not measured.
+Limits   One GPU with a hardware file that has rates of the run's formats, working in bf16; of others no price is said.
+         Nothing else than attention has one: what scattered sums and sorted gradients of torch's deterministic
+         operators take more was not measured.
 Checked  tests/training/test_repetition.py
 """
 
 from __future__ import annotations
 
+from scrimp.errors import PlanError
 from scrimp.models import spec_of
 from scrimp.models.shapes import sizes_of
 from scrimp.planner.hardware import Cluster, load_hardware
@@ -38,9 +40,15 @@ def text_on(decisions: Decisions, cluster: Cluster | None) -> str:
     """
     config = decisions.config
     how = "bit for bit" if config.train.deterministic else "up to rounding"
+    unknown = f"{how}; what that costs here is not predicted"
     if cluster is None or config.layout.ranks > 1 or config.precision_rules.compute != "bf16":
-        return f"{how}; what that costs here is not predicted"
+        return unknown
     model, program = sizes_of(spec_of(decisions.architecture)), program_of(config, cluster, "cuda")
     setting = setting_of_run(config, model, cluster, program, decisions.plan.placement.activations)
-    price = None if setting is None else price_text(setting, predict(setting).step_seconds)
-    return f"{how}; {price or 'attention has one kernel here'}"
+    if setting is None:
+        return unknown
+    try:
+        price = price_text(setting, predict(setting).step_seconds)
+    except PlanError:  # a format of which the file has no rate
+        return unknown
+    return f"{how}; {price or 'nothing is predicted to be faster here'}"

@@ -15,7 +15,8 @@ Refused  What has no setting, all of it by name, and hardware that is not this m
          all nodes or on each, other devices, or other memory.
 Limits   A device is known by words of its name and by its memory, within `MEMORY_TOLERANCE`; on a CPU, whose memory
          ranks share, more than the host has is refused. Links and rates are not compared: the first steps say what they
-         are worth (`scrimp.training.layout_proof`).
+         are worth (`scrimp.training.layout_proof`). Of `train.deterministic` false beside masked documents, which
+         leaves the kernel of attention as it is, a plan has no trace: the run must be given it too.
 Checked  tests/training/test_searched_plan.py
 """
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scrimp.errors import PlanError
+from scrimp.models.flash import Gpu
 from scrimp.planner.hardware import DEVICES, load_device
-from scrimp.planner.layout.kernels import SCORE_BYTES, Kernels, element_bytes, kind_of
+from scrimp.planner.layout.kernels import CUDNN_ON, SCORE_BYTES, Kernels, element_bytes, kind_of
 from scrimp.precision import RECIPES
 
 H100 = Kernels(load_device("h100"))
@@ -99,6 +100,26 @@ def test_an_older_kernel_is_slower_on_a_slower_card_too() -> None:
         )
         assert less[1] / less[0] == pytest.approx(whole[1] / whole[0])
         assert less[1] > less[0] > whole[0]
+
+
+# developer.nvidia.com/cuda-gpus
+CAPABILITIES = {
+    (8, 0): "a100-40 a100-80",
+    (8, 6): "rtx3090",
+    (8, 9): "l40s rtx4060ti rtx4090",
+    (9, 0): "h100 h100-96 h200",
+    (10, 0): "b200 gb200",
+    (10, 3): "b300 gb300",
+    (12, 0): "rtx5060ti rtx5090 rtxpro6000",
+    (12, 1): "dgxspark",
+}
+
+
+def test_a_prediction_and_a_run_take_cudnns_attention_on_the_same_devices() -> None:
+    by_name = {name: capability for capability, names in CAPABILITIES.items() for name in names.split()}
+    assert by_name.keys() == {name for name in DEVICES if load_device(name).vendor == "NVIDIA"}
+    takes = {name for name, one in by_name.items() if Gpu(capability=one, deterministic=False).prefers_cudnn}
+    assert takes == set(CUDNN_ON)
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -84,6 +84,25 @@ def test_on_a_gpu_the_scores_of_unfused_attention_are_counted_where_everything_f
     assert (memory.account.peak > scores) is is_counted
 
 
+def test_sums_that_may_come_in_any_order_are_counted_with_less_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_plan, "gpu_of", lambda device: Gpu(132, (9, 0)))
+    monkeypatch.setattr(memory_plan, "links_of", lambda device: memory_plan.NO_LINKS)
+    found = decide(dataclasses.replace(CONFIG, precision="bf16"))
+    gpu = dataclasses.replace(
+        found.device, torch_device=torch.device("cuda", 1), name="NVIDIA H100", available_bytes=80 * 2**30
+    )
+
+    def peak(*, deterministic: bool) -> int:
+        train = dataclasses.replace(found.config.train, deterministic=deterministic)
+        config = dataclasses.replace(found.config, train=train)
+        costs = memory_plan.decide_memory(config, found.architecture, gpu).costs
+        return costs.classes[0].choices["keep"].backward_peak
+
+    assert peak(deterministic=False) < peak(deterministic=True)
+
+
 @pytest.mark.slow
 def test_a_budget_that_is_too_small_for_everything_makes_blocks_recompute() -> None:
     peak, copy = resident_peak(), copy_bytes()

@@ -154,7 +154,7 @@ def predicted_tensors(setting: Setting) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_of_activations_that_leave_two_blocks_are_on_the_device(ranks: int) -> None:
     stays, leaves = five_blocks(ranks), five_blocks(ranks, blocks=leaving(*[True] * 5))
     resident, found = of_five(stays), of_five(leaves)

@@ -12,7 +12,9 @@ Method   A product of M rows, N columns and inner size K in a format takes::
          2.5 times as many backward, at shares of the bf16 peak. All else is bytes over bandwidth.
          Before flash attention all scores of s x s went through memory: products of inner size K and s over the whole
          square, and `SCORE_BYTES` for each score of a head, of which the masked half counts too.
-Limits   A product alone: its neighbours' use of the cache and of power is in `achieved`.
+Limits   A product alone: its neighbours' use of the cache and of power is in `achieved`. Of cuDNN's attention no
+         size of heads is asked: torch takes it for multiples of 8 up to 128, on H100 and H200 from cuDNN 9.10 on up to
+         256 (sdp_utils.cpp). Others are predicted too fast where attention is `torch`.
 Source   Waves: NVIDIA, Matrix Multiplication Background User's Guide, section 5; 2.5: Dao, arXiv 2307.08691; scores:
          Korthikanti et al., arXiv 2205.05198, section 4.1
 Checked  tests/planner/layout/test_kernels.py
@@ -52,7 +54,7 @@ FLASH_2_SHARES = dict.fromkeys(("h100", "h100-96", "h200"), _HOPPER)
 FLASH_2_RATES = dict.fromkeys(("b200", "gb200", "b300", "gb300"), _BLACKWELL)
 CUDNN_ON = (*FLASH_2_SHARES, "b200", "gb200")
 """Devices on which torch takes cuDNN's kernel, if sums may come in any order: compute capability 9.0 and 10.0, not the
-B300's 10.3 (torch, sdp_utils.cpp)."""
+B300's 10.3 (torch, sdp_utils.cpp); for a run `scrimp.models.flash` says the same by capability."""
 LONG_KEYS = 16384.0
 """Keys at which hardware files give attention's rate."""
 OLDER_KEYS_HALF = 300.0

@@ -16,6 +16,8 @@ Limits   Refused by name: whole copies; weights, gradients and residuals on the 
          pipeline. Moments may leave without their masters, as a plan has it and no run does yet.
          What a caching allocator cannot use is no tensor, and what lies on the host is not counted.
          Fused kernels of quantized products take less than the reference. An H100's number of multiprocessors is taken.
+         A setting knows its kernel of attention and not `train.deterministic`: where documents are masked, ordered sums
+         are counted, in several copies, and a run with the setting false takes one.
 Checked  tests/training/memory/test_simulated.py: bytes of shards by hand; torch's profiler on ranks that run; what
          leaves, beside the same setting without
 """
