@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from tiny_run import flags, losses, write_corpus
 from scrimp.cli import main
 from scrimp.config import Config, load_config, replace_values
 from scrimp.errors import ConfigError
-from scrimp.planner.memory.room import NoRoomError
+from scrimp.planner.memory.room import NoRoomError, size_text
+from scrimp.profiler import resolve_device
+from scrimp.training import setup
 from scrimp.training.memory import block_seconds
+from scrimp.training.memory.limits import HOST_SHARE, PROCESS_BYTES
 from scrimp.training.setup import Decisions, decide
 
 WIDTH = 192
@@ -84,7 +88,7 @@ def test_the_reason_says_what_adamw_needs_what_the_states_take_and_the_price() -
     found = decided(KEEP | auto(budget))
     why = found.reasons["optimizer.name"]
     assert f"adamw takes a predicted peak of {adamw.memory.account.peak:,} bytes" in why
-    assert f"budget.device_memory is {budget}B" in why
+    assert f"there is at most {size_text(budget)} of device memory" in why
     rows = dict(fira.memory.account.device)
     assert f"{rows['optimizer states'] / 2**20:.2f} MiB of optimizer states" in why
     assert re.search(r"price: held-out loss \d.* with adamw, .* with fira .*docs/lab-log\.md", why)
@@ -95,6 +99,24 @@ def test_the_reason_says_what_adamw_needs_what_the_states_take_and_the_price() -
     assert given.reasons["optimizer.name"].endswith(
         "of optimizer.lr, which is given, its matrices move by 0.25"
     )
+
+
+def test_memory_that_is_free_decides_where_it_is_less_than_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fira = decided(KEEP | named(*TRIED[1])).memory.account.peak
+    free = int(fira / HOST_SHARE) + PROCESS_BYTES + 2
+    monkeypatch.setattr(
+        setup, "resolve_device", lambda *given: replace(resolve_device(*given), available_bytes=free)
+    )
+    there_is = f"{size_text(fira)} of device memory, the part of {size_text(free)} free that a step may take"
+    found = decided(KEEP | auto("1GB"))
+    assert (found.config.optimizer.name, found.config.optimizer.rank) == TRIED[1]
+    assert f"; there is at most {there_is}; " in found.reasons["optimizer.name"]
+    assert "1GB" not in found.reasons["optimizer.name"]
+    with pytest.raises(NoRoomError) as caught:
+        decided(KEEP | auto("1GB") | {"train.micro_batch": 2})
+    assert f"; there is at most {there_is}; " in str(caught.value)
 
 
 def test_what_costs_time_alone_comes_before_a_rank() -> None:
@@ -138,7 +160,7 @@ def test_settings_that_no_optimizer_makes_right_are_refused_as_ever() -> None:
 @pytest.mark.slow
 def test_budgets_that_are_named_are_enough() -> None:
     """Where the plan of memory is open, a search finds the smallest budget of each optimizer, and it is printed."""
-    with pytest.raises(NoRoomError, match=r"fits in budget\.device_memory 1MB") as caught:
+    with pytest.raises(NoRoomError, match="no optimizer that auto tries fits in memory") as caught:
         decided(auto("1MB"))
     for name, rank in TRIED:
         words = name if rank is None else f"{name} of rank {rank}"
