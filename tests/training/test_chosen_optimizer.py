@@ -114,9 +114,6 @@ def test_memory_that_is_free_decides_where_it_is_less_than_the_budget(
     assert (found.config.optimizer.name, found.config.optimizer.rank) == TRIED[1]
     assert f"; there is at most {there_is}; " in found.reasons["optimizer.name"]
     assert "1GB" not in found.reasons["optimizer.name"]
-    with pytest.raises(NoRoomError) as caught:
-        decided(KEEP | auto("1GB") | {"train.micro_batch": 2})
-    assert f"; there is at most {there_is}; " in str(caught.value)
 
 
 def test_what_costs_time_alone_comes_before_a_rank() -> None:
