@@ -136,9 +136,11 @@ def _misfit(found: Decisions) -> PlanError | None:
 
 def _there_is(error: PlanError) -> str:
     """What limited a run: its budget, or what is free."""
-    return str(error.got if isinstance(error, NoRoomError) and error.device_budget else error.expected)
+    return str(error.got if error.expected is None else error.expected)
 
 
 def _needs(error: PlanError) -> str:
+    if error.expected is not None:
+        return f"takes {error.got}"
     budget = error.device_budget if isinstance(error, NoRoomError) else None
-    return f"takes {error.got}" if budget is None else f"needs {budget}"
+    return "fits on no device beside this host" if budget is None else f"needs {budget}"
