@@ -16,6 +16,7 @@ from scrimp.config import Config, load_config, replace_values
 from scrimp.errors import ConfigError
 from scrimp.planner.memory.room import NoRoomError, size_text
 from scrimp.profiler import resolve_device
+from scrimp.report.units import format_bytes
 from scrimp.training import setup
 from scrimp.training.memory import block_seconds
 from scrimp.training.memory.limits import HOST_SHARE, PROCESS_BYTES
@@ -123,7 +124,12 @@ def test_what_costs_time_alone_comes_before_a_rank() -> None:
     budget = deep | auto(fira.memory.account.peak) | {"budget.host_memory": "1GB"}
     found = decided(budget)
     assert found.config.optimizer.name == "adamw"
-    assert found.memory.placement.uses_host
+    device, host = (
+        dict(rows)["optimizer states"] for rows in (found.memory.account.device, found.memory.account.host)
+    )
+    assert found.reasons["optimizer.name"].endswith(
+        f"{format_bytes(device + host)} of optimizer states, of which {format_bytes(host)} on the host"
+    )
     assert decided(KEEP | budget).config.optimizer.name == "fira"
 
 

@@ -118,9 +118,7 @@ def test_a_better_layout_is_found_whether_the_optimizer_was_named_or_chosen(
     sizes |= {"train.batch_tokens": 2048, "train.micro_batch": 2, "memory.activations": "keep"}
     found = []
     for optimizer in ("adamw", "auto"):
-        asked = replace_values(
-            Config(), sizes | {"optimizer.name": optimizer, "budget.device_memory": "4GB"}
-        )
+        asked = replace_values(Config(), sizes | {"optimizer.name": optimizer, "budget.device_memory": "4GB"})
         decided = decide(replace_values(asked, {"layout.fsdp": 2}), plans_ahead=True)
         better = better_layout(dataclasses.replace(decided, asked=asked), slow)
         assert better is not None

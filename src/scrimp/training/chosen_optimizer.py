@@ -95,7 +95,7 @@ def choose_optimizer(config: Config, width: int, decide: Callable[[Config], Deci
 
 def _explained(found: Decisions, one: _Candidate, failed: list[str], config: Config) -> Decisions:
     """The run, with why it has this optimizer."""
-    states = f"{format_bytes(_state_bytes(found.memory.account))} of optimizer states"
+    states = _states_text(found.memory.account)
     if one.rank is None:
         why = {"optimizer.name": f"a step fits in budget.device_memory, with {states}"}
     else:
@@ -109,9 +109,10 @@ def _explained(found: Decisions, one: _Candidate, failed: list[str], config: Con
     return replace(found, reasons=found.reasons | why)
 
 
-def _state_bytes(account: StepAccount) -> int:
-    """On the device and on the host."""
-    return sum(nbytes for name, nbytes in (*account.device, *account.host) if name == "optimizer states")
+def _states_text(account: StepAccount) -> str:
+    device, host = (dict(rows).get("optimizer states", 0) for rows in (account.device, account.host))
+    away = f", of which {format_bytes(host)} on the host" if host else ""
+    return f"{format_bytes(device + host)} of optimizer states{away}"
 
 
 def with_first(config: Config) -> Config:
