@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distributed import spawn
+from runs_on_ranks import check_same_course
 from tiny_run import flags, losses, write_corpus
 
 from scrimp.cli import main
 from scrimp.config import Config, load_config, replace_values
-from scrimp.errors import ConfigError
+from scrimp.errors import ConfigError, PlanError
 from scrimp.planner.memory.room import NoRoomError, size_text
 from scrimp.profiler import resolve_device
 from scrimp.report.units import format_bytes
 from scrimp.training import setup
+from scrimp.training.chosen_layout import RanksHere, measured_ranks
 from scrimp.training.memory import block_seconds
 from scrimp.training.memory.limits import HOST_SHARE, PROCESS_BYTES
 from scrimp.training.setup import Decisions, decide
@@ -163,9 +166,9 @@ def test_a_host_without_room_is_named_and_what_there_is() -> None:
 
 
 def test_a_pipeline_that_was_given_nothing_is_not_told_to_leave_it_out() -> None:
-    with pytest.raises(NoRoomError) as caught:
-        decided(auto("1MB") | {"layout.pp": 2})
-    assert caught.value.do == "with adamw, give it that much, shorten --train.sequence, or raise --layout.pp"
+    with pytest.raises(PlanError) as caught:
+        decided({"budget.device_memory": "1MB", "layout.pp": 2}).refuse_misfit()
+    assert caught.value.do == "give it that much, shorten --train.sequence, or raise --layout.pp"
 
 
 def test_settings_that_no_optimizer_makes_right_are_refused_as_ever() -> None:
@@ -231,3 +234,36 @@ def test_a_run_keeps_what_was_chosen(tmp_path: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert main(["train", f"--run.dir={run}", "--resume", "--optimizer.name=adamw"]) == 2
     assert "optimizer.name = adamw (the run has fira)" in " ".join(capsys.readouterr().err.split())
+
+
+def measuring(rank: int, words: list[str]) -> tuple[int, list[bool]]:
+    """A run's exit code, and each time that its ranks were asked for whether they were measured."""
+    measured: list[bool] = []
+
+    def noted(*given: Any) -> RanksHere | None:
+        here = measured_ranks(*given)
+        measured.append(here is not None)
+        return here
+
+    setup.measured_ranks = noted  # type: ignore[assignment]
+    return main(words), measured
+
+
+@pytest.mark.slow
+def test_ranks_whose_layout_is_searched_are_measured_once_and_choose_alike(tmp_path: Path) -> None:
+    corpus, run, alone = write_corpus(tmp_path), tmp_path / "two", tmp_path / "alone"
+    fira = needed(
+        decide(
+            replace_values(Config(), TINY_SETTINGS | KEEP | named("fira", 8) | {"layout.fsdp": 2}),
+            plans_ahead=True,
+        )
+    )
+    settings = ["--train.steps=3", "--train.micro-batch=1", "--checkpoint.every=0"]
+    assert main(flags(corpus, alone, *settings, "--optimizer.name=fira", "--optimizer.rank=8")) == 0
+    asked = [f"--{key.replace('_', '-')}={value}" for key, value in (KEEP | auto(fira)).items()]
+    (tmp_path / "ranks").mkdir()
+    words = flags(corpus, run, *settings, *asked, "--layout.search")
+    assert spawn(2, measuring, tmp_path / "ranks", words) == [(0, [True])] * 2
+    saved = load_config(run / "config.toml")
+    assert (saved.optimizer.name, saved.optimizer.rank) == ("fira", 8)
+    check_same_course(run, alone)
