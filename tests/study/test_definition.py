@@ -284,6 +284,16 @@ REFUSED = {
     "other data": (LIST.replace("optimizer.lr = 0.1", 'data.source = "x"'), "data.source", "[settings]"),
     "other evaluation": (LIST.replace("optimizer.lr = 0.1", "train.sequence = 64"), "train.sequence", None),
     "ranks": (LIST.replace("train.steps = 8", "layout.tp = 2"), "2 ranks", "leave"),
+    "an optimizer by free memory": (
+        LIST.replace("optimizer.lr = 0.1", 'optimizer.name = "auto"\nbudget.device_memory = "9GB"'),
+        "leaves its optimizer to the memory",
+        "scrimp plan",
+    ),
+    "a trunk's optimizer by free memory": (
+        LIST + '[trunk]\noptimizer.name = "auto"\nbudget.device_memory = "9GB"\n',
+        "trunk in mine.toml leaves its optimizer to the memory",
+        "scrimp plan",
+    ),
     "halving without steps": (
         LIST.replace("train.steps = 8", "") + "[halving]\nrounds = 2\n",
         "halving",

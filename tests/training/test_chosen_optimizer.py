@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from distributed import spawn
+from runs_on_ranks import check_same_course
 from tiny_run import flags, losses, write_corpus
 
 from scrimp.cli import main
 from scrimp.config import Config, load_config, replace_values
-from scrimp.errors import ConfigError
-from scrimp.planner.memory.room import NoRoomError
+from scrimp.errors import ConfigError, PlanError
+from scrimp.planner.memory.room import NoRoomError, size_text
+from scrimp.profiler import resolve_device
+from scrimp.report.units import format_bytes
+from scrimp.training import setup
+from scrimp.training.chosen_layout import RanksHere, measured_ranks
 from scrimp.training.memory import block_seconds
+from scrimp.training.memory.limits import HOST_SHARE, PROCESS_BYTES
 from scrimp.training.setup import Decisions, decide
 
 WIDTH = 192
@@ -84,7 +92,7 @@ def test_the_reason_says_what_adamw_needs_what_the_states_take_and_the_price() -
     found = decided(KEEP | auto(budget))
     why = found.reasons["optimizer.name"]
     assert f"adamw takes a predicted peak of {adamw.memory.account.peak:,} bytes" in why
-    assert f"budget.device_memory is {budget}B" in why
+    assert f"there is at most {size_text(budget)} of device memory" in why
     rows = dict(fira.memory.account.device)
     assert f"{rows['optimizer states'] / 2**20:.2f} MiB of optimizer states" in why
     assert re.search(r"price: held-out loss \d.* with adamw, .* with fira .*docs/lab-log\.md", why)
@@ -97,6 +105,21 @@ def test_the_reason_says_what_adamw_needs_what_the_states_take_and_the_price() -
     )
 
 
+def test_memory_that_is_free_decides_where_it_is_less_than_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fira = decided(KEEP | named(*TRIED[1])).memory.account.peak
+    free = int(fira / HOST_SHARE) + PROCESS_BYTES + 2
+    monkeypatch.setattr(
+        setup, "resolve_device", lambda *given: replace(resolve_device(*given), available_bytes=free)
+    )
+    there_is = f"{size_text(fira)} of device memory, the part of {size_text(free)} free that a step may take"
+    found = decided(KEEP | auto("1GB"))
+    assert (found.config.optimizer.name, found.config.optimizer.rank) == TRIED[1]
+    assert f"; there is at most {there_is}; " in found.reasons["optimizer.name"]
+    assert "1GB" not in found.reasons["optimizer.name"]
+
+
 def test_what_costs_time_alone_comes_before_a_rank() -> None:
     """AdamW recomputes where it may, and leaves its states on the host where there is one."""
     deep = {"model.num_layers": 4}
@@ -104,7 +127,12 @@ def test_what_costs_time_alone_comes_before_a_rank() -> None:
     budget = deep | auto(fira.memory.account.peak) | {"budget.host_memory": "1GB"}
     found = decided(budget)
     assert found.config.optimizer.name == "adamw"
-    assert found.memory.placement.uses_host
+    device, host = (
+        dict(rows)["optimizer states"] for rows in (found.memory.account.device, found.memory.account.host)
+    )
+    assert found.reasons["optimizer.name"].endswith(
+        f"{format_bytes(device + host)} of optimizer states, of which {format_bytes(host)} on the host"
+    )
     assert decided(KEEP | budget).config.optimizer.name == "fira"
 
 
@@ -122,9 +150,25 @@ def test_what_other_settings_refuse_is_not_tried(settings: dict[str, Any], says:
     assert decided(KEEP | settings | auto(adamw)).config.optimizer.name == "adamw"
     with pytest.raises(NoRoomError) as caught:
         decided(KEEP | settings | auto(adamw - 1))
-    assert str(caught.value).count("fira") >= 1
     assert "fira is refused" in str(caught.value)
     assert says in str(caught.value)
+
+
+def test_a_host_without_room_is_named_and_what_there_is() -> None:
+    states = {"memory.optimizer": "host", "budget.host_memory": "1MB"}
+    with pytest.raises(NoRoomError) as caught:
+        decided(auto("20MB") | states)
+    assert str(caught.value.got).startswith(
+        "adamw fits on no device beside this host; there is 1.00 MB of the host's and 20.0 MB of device memory; "
+        "fira is refused: "
+    )
+    assert "MB of the host's with this device" in str(caught.value.do)
+
+
+def test_a_pipeline_that_was_given_nothing_is_not_told_to_leave_it_out() -> None:
+    with pytest.raises(PlanError) as caught:
+        decided({"budget.device_memory": "1MB", "layout.pp": 2}).refuse_misfit()
+    assert caught.value.do == "give it that much, shorten --train.sequence, or raise --layout.pp"
 
 
 def test_settings_that_no_optimizer_makes_right_are_refused_as_ever() -> None:
@@ -138,7 +182,7 @@ def test_settings_that_no_optimizer_makes_right_are_refused_as_ever() -> None:
 @pytest.mark.slow
 def test_budgets_that_are_named_are_enough() -> None:
     """Where the plan of memory is open, a search finds the smallest budget of each optimizer, and it is printed."""
-    with pytest.raises(NoRoomError, match=r"fits in budget\.device_memory 1MB") as caught:
+    with pytest.raises(NoRoomError, match="no optimizer that auto tries fits in memory") as caught:
         decided(auto("1MB"))
     for name, rank in TRIED:
         words = name if rank is None else f"{name} of rank {rank}"
@@ -190,3 +234,36 @@ def test_a_run_keeps_what_was_chosen(tmp_path: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert main(["train", f"--run.dir={run}", "--resume", "--optimizer.name=adamw"]) == 2
     assert "optimizer.name = adamw (the run has fira)" in " ".join(capsys.readouterr().err.split())
+
+
+def measuring(rank: int, words: list[str]) -> tuple[int, list[bool]]:
+    """A run's exit code, and each time that its ranks were asked for whether they were measured."""
+    measured: list[bool] = []
+
+    def noted(*given: Any) -> RanksHere | None:
+        here = measured_ranks(*given)
+        measured.append(here is not None)
+        return here
+
+    setup.measured_ranks = noted  # type: ignore[assignment]
+    return main(words), measured
+
+
+@pytest.mark.slow
+def test_ranks_whose_layout_is_searched_are_measured_once_and_choose_alike(tmp_path: Path) -> None:
+    corpus, run, alone = write_corpus(tmp_path), tmp_path / "two", tmp_path / "alone"
+    fira = needed(
+        decide(
+            replace_values(Config(), TINY_SETTINGS | KEEP | named("fira", 8) | {"layout.fsdp": 2}),
+            plans_ahead=True,
+        )
+    )
+    settings = ["--train.steps=3", "--train.micro-batch=1", "--checkpoint.every=0"]
+    assert main(flags(corpus, alone, *settings, "--optimizer.name=fira", "--optimizer.rank=8")) == 0
+    asked = [f"--{key.replace('_', '-')}={value}" for key, value in (KEEP | auto(fira)).items()]
+    (tmp_path / "ranks").mkdir()
+    words = flags(corpus, run, *settings, *asked, "--layout.search")
+    assert spawn(2, measuring, tmp_path / "ranks", words) == [(0, [True])] * 2
+    saved = load_config(run / "config.toml")
+    assert (saved.optimizer.name, saved.optimizer.rank) == ("fira", 8)
+    check_same_course(run, alone)

@@ -35,11 +35,14 @@ from scrimp.training.layout_proof import (
     FirstSteps,
     Row,
     axes_of,
+    better_layout,
     corrected,
     exchange_rows,
     factors_of,
     table_of,
 )
+from scrimp.training.memory import block_seconds
+from scrimp.training.setup import decide
 
 RATES = RankRates(5e10, 5e10, 3e10, 3e10, 1e10, 5e-6, link=1e9, latency_seconds=1e-4)
 FREE = dataclasses.replace(RATES, link=1e15, latency_seconds=1e-12)
@@ -104,6 +107,23 @@ def test_a_collective_counts_for_the_axes_of_its_group_and_others_are_shown_with
         "fsdp broadcast: collectives": (True, 1),
         "fsdp broadcast: bytes sent": (True, 50.0),
     }
+
+
+def test_a_better_layout_is_found_whether_the_optimizer_was_named_or_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(block_seconds, "LIMIT_S", 0.0)
+    slow = dataclasses.replace(HERE, rates=dataclasses.replace(RATES, link=2e7))
+    sizes = {"device": "cpu", "data.tokenizer": "bytes", "model.preset": "llama-8m", "train.sequence": 256}
+    sizes |= {"train.batch_tokens": 2048, "train.micro_batch": 2, "memory.activations": "keep"}
+    found = []
+    for optimizer in ("adamw", "auto"):
+        asked = replace_values(Config(), sizes | {"optimizer.name": optimizer, "budget.device_memory": "4GB"})
+        decided = decide(replace_values(asked, {"layout.fsdp": 2}), plans_ahead=True)
+        better = better_layout(dataclasses.replace(decided, asked=asked), slow)
+        assert better is not None
+        found.append(better.values)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

@@ -211,8 +211,8 @@ class OptimizerConfig:
     """adamw; nadamw, AdamW with Nesterov momentum; schedule-free, AdamW whose average of the weights is evaluated; or,
     with AdamW for all but the blocks' matrices, muon: orthogonalised momentum; galore: Adam in a low-rank subspace of
     gradients, with a fraction of its states; fira: and what that leaves out, scaled alike. auto: adamw if it fits in
-    budget.device_memory, else fira with the largest rank that does, of a quarter of the width, an eighth and a
-    sixteenth. Or FILE.py:NAME, a torch.optim.Optimizer of your own (with --trust-code)."""
+    budget.device_memory, or in what is free if that is less, else fira with the largest rank that does, of a quarter of
+    the width, an eighth and a sixteenth. Or FILE.py:NAME, a torch.optim.Optimizer of your own (with --trust-code)."""
     lr: float | None = None
     """Peak learning rate. Unset: min(3e-3, 0.8 / width), a tenth of that from model.weights, but for those whose
     optimizer's states go over too (from_weights)."""

@@ -192,11 +192,14 @@ def refuse_misfit(memory: MemoryDecision, config: Config, budgets: Budgets) -> N
     if config.memory.update != "device":
         given["memory.update"] = config.memory.update
     settings = " and ".join(f"{name} {value}" for name, value in given.items())
+    do = f"leave {' and '.join(given)} out: the plan then finds what fits, or says what would"
+    if not given:  # of a pipeline, which nothing else is found for
+        do = "give it that much, shorten --train.sequence, or raise --layout.pp"
     raise PlanError(
         f"the run does not fit in {what} with {settings or 'the blocks and states of its plan'}",
         got=f"a predicted peak of {peak:,} bytes{moment}, for which {enough_text(enough)} are enough",
         expected=f"at most {there_is}",
-        do=f"leave {' and '.join(given) or 'them'} out: the plan then finds what fits, or says what would",
+        do=do,
     )
 
 

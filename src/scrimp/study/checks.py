@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from scrimp.config import Config, check_values, nearest_word, ranks_of, replace_values
 from scrimp.config.mixture import mixed_sources
+from scrimp.config.optimizers import AUTO
 from scrimp.errors import ConfigError, ScrimpError
 from scrimp.study.comparisons import pairs_for_bootstrap
 from scrimp.study.rows import MOST_POINTS
@@ -282,6 +283,13 @@ def _check_settings(variant: Variant, where: str) -> None:
             f"{variant.name} in {where} asks for {ranks_of(config.layout)} ranks",
             expected="runs of one process each",
             do="leave the degrees of layout out",
+        )
+    if config.optimizer.name == AUTO:
+        raise ConfigError(
+            f"{variant.name} in {where} leaves its optimizer to the memory that is free when it begins",
+            got=f"optimizer.name {AUTO}",
+            expected="runs that do not depend on what else runs",
+            do="set optimizer.name, as `scrimp plan` with auto finds it",
         )
 
 

@@ -8,8 +8,9 @@ Method   What costs time alone comes before what may cost loss. So AdamW is take
 
              adamw      fira, rank width / 4      width / 8      width / 16
 
-         Whether a step fits is asked of the run's own decision, once for each; so what other settings refuse, their own
-         checks refuse. The resolved configuration holds name and rank: a run that goes on decides neither anew.
+         Whether a step fits, in the budget and in what is free, is asked of the run's own decision, once for each; so
+         what other settings refuse, their own checks refuse. The resolved configuration holds name and rank: a run that
+         goes on decides neither anew.
 Price    Said with the choice, as measured (docs/lab-log.md): that of so small a model, in which Fira ended below AdamW.
 Limits   Formats of moments stay the user's: `optimizer.moments = 8bit` takes less than a rank of width / 4 and is never
          tried. GaLore saves four bytes a matrix beside Fira, and is not either. The search for layouts counts states as
@@ -83,25 +84,23 @@ def choose_optimizer(config: Config, width: int, decide: Callable[[Config], Deci
         if misfit is None:
             return _explained(found, one, failed, config)
         failed.append(f"{one} {_needs(misfit)}")
-        first = first or misfit
+        if first is None:
+            first = misfit
+            failed.append(f"there is {_there_is(misfit)}")
     assert first is not None, "what refuses AdamW otherwise is raised as it is"
-    has_budget = isinstance(first, NoRoomError) and first.device_budget
     raise NoRoomError(
-        f"no optimizer that auto tries fits in budget.device_memory {config.budget.device_memory}",
-        got="; ".join([*failed, f"and there is {first.got if has_budget else first.expected}"]),
-        do=f"with {FIRST}, {first.do}",
+        "no optimizer that auto tries fits in memory", got="; ".join(failed), do=f"with {FIRST}, {first.do}"
     )
 
 
 def _explained(found: Decisions, one: _Candidate, failed: list[str], config: Config) -> Decisions:
     """The run, with why it has this optimizer."""
-    states = f"{format_bytes(_state_bytes(found.memory.account))} of optimizer states"
+    states = _states_text(found.memory.account)
     if one.rank is None:
         why = {"optimizer.name": f"a step fits in budget.device_memory, with {states}"}
     else:
-        there_is = f"budget.device_memory is {config.budget.device_memory}"
         why = {
-            "optimizer.name": f"{'; '.join(failed)}; {there_is}; {states}; {_PRICE}",
+            "optimizer.name": f"{'; '.join(failed)}; {states}; {_PRICE}",
             "optimizer.rank": f"the width / {one.divisor}, the largest of / 4, / 8, / 16 that fits",
         }
         if config.optimizer.lr is not None:
@@ -110,9 +109,10 @@ def _explained(found: Decisions, one: _Candidate, failed: list[str], config: Con
     return replace(found, reasons=found.reasons | why)
 
 
-def _state_bytes(account: StepAccount) -> int:
-    """On the device and on the host."""
-    return sum(nbytes for name, nbytes in (*account.device, *account.host) if name == "optimizer states")
+def _states_text(account: StepAccount) -> str:
+    device, host = (dict(rows).get("optimizer states", 0) for rows in (account.device, account.host))
+    away = f", of which {format_bytes(host)} on the host" if host else ""
+    return f"{format_bytes(device + host)} of optimizer states{away}"
 
 
 def with_first(config: Config) -> Config:
@@ -135,6 +135,13 @@ def _misfit(found: Decisions) -> PlanError | None:
     return None
 
 
+def _there_is(error: PlanError) -> str:
+    """What limited a run: its budget, or what is free."""
+    return str(error.got if error.expected is None else error.expected)
+
+
 def _needs(error: PlanError) -> str:
+    if error.expected is not None:
+        return f"takes {error.got}"
     budget = error.device_budget if isinstance(error, NoRoomError) else None
-    return f"takes {error.got}" if budget is None else f"needs {budget}"
+    return "fits on no device beside this host" if budget is None else f"needs {budget}"

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from scrimp.config import Resolution, ResolvedConfig
+from scrimp.config import Resolution, ResolvedConfig, replace_values
 from scrimp.config.own_average import learns_from_average
 from scrimp.models import ModelSpec, spec_of
 from scrimp.models.shapes import sizes_of
@@ -233,9 +233,10 @@ def corrected(rates: RankRates, correction: Correction) -> RankRates:
 
 def better_layout(decisions: Decisions, here: RanksHere) -> ChosenLayout | None:
     """Another layout that is predicted to be clearly faster, with corrected rates."""
+    chosen = decisions.config.optimizer  # asked for may be `auto`, which a search does not know
     found = choose_on(
         here.cluster,
-        decisions.asked,
+        replace_values(decisions.asked, {"optimizer.name": chosen.name, "optimizer.rank": chosen.rank}),
         Resolution(decisions.config, decisions.architecture, {}),
         decisions.architecture,
         device_type=decisions.device.torch_device.type,

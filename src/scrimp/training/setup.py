@@ -44,7 +44,7 @@ from scrimp.runtime import choose_backends, describe_backends, recorded_backends
 from scrimp.runtime.backends import Tuned
 from scrimp.runtime.determinism import refuse_undetermined
 from scrimp.training.chosen_layout import RanksHere, choose_on, measured_ranks
-from scrimp.training.chosen_optimizer import choose_optimizer
+from scrimp.training.chosen_optimizer import choose_optimizer, with_first
 from scrimp.training.distillation import check_teachers, refuse_other_teachers
 from scrimp.training.memory.host_room import checkpoint_bytes
 from scrimp.training.memory.limits import budgets_of, device_limit
@@ -283,8 +283,10 @@ def decide(
     if config.device == "auto":
         reasons["device"] = device.reason
 
+    here = _ranks_here(with_first(fitted), architecture, device)
+
     def decided(fitted: Config) -> Decisions:
-        return _decided(fitted, config, architecture, device, ranks, reasons, frozenset(given))
+        return _decided(fitted, config, architecture, device, ranks, reasons, frozenset(given), here)
 
     if config.optimizer.name == AUTO:
         return choose_optimizer(fitted, architecture.width, decided)
@@ -299,21 +301,30 @@ def _decided(
     ranks: int,
     reasons: dict[str, str],
     given: frozenset[str],
+    here: RanksHere | None,
 ) -> Decisions:
     """All other settings, and the plan.
 
     Args:
         fitted: what was asked for, with its tokenizer, its model's rows and its optimizer.
+        here: the ranks, where a layout is searched for.
     """
     resolution = resolve(fitted, architecture, device_type=device.torch_device.type, ranks=ranks)
-    # The search knows no teachers, which some layouts cannot run, and no frozen weights.
-    searches = device.world.size > 1 and asked.objective.teachers is None and asked.adapter.rank == 0
-    here = measured_ranks(fitted, resolution, architecture, device) if searches else None
     found = None
     if here is not None:
         found = _as_searched(here, resolution, device, asked, fitted, reasons, given)
     found = found or _resolved(device, asked, resolution, architecture, reasons)
     return dataclasses.replace(found, here=here, given=given)
+
+
+def _ranks_here(config: Config, architecture: Architecture, device: Device) -> RanksHere | None:
+    """The ranks, measured once for all optimizers that may be tried; None: no layout is searched for."""
+    # The search knows no teachers, which some layouts cannot run, and no frozen weights.
+    if device.world.size == 1 or config.objective.teachers is not None or config.adapter.rank > 0:
+        return None
+    kind, ranks = device.torch_device.type, device.world.size
+    default = resolve(config, architecture, device_type=kind, ranks=ranks)
+    return measured_ranks(config, default, architecture, device)
 
 
 def _check(config: Config, ranks: int) -> None:
