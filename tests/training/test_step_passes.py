@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from scrimp.cli import main
 from scrimp.config import Config, replace_values
 from scrimp.planner.hardware import load_hardware
 from scrimp.planner.layout.step_account import Above
+from scrimp.profiler import resolve_device
 from scrimp.report.page import build_page
 from scrimp.report.read_run import read_run
-from scrimp.training import step_passes
+from scrimp.training import setup, step_passes
 from scrimp.training.setup import Decisions, decide
 from scrimp.training.step_passes import passes_on
 
@@ -26,6 +28,14 @@ GROWN = {
     "train.micro_batch": 8,
     "train.compile": "on",
 }
+
+
+@pytest.fixture(autouse=True)
+def _much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much this machine has left: a step that is recomputed or offloaded has no account."""
+    monkeypatch.setattr(
+        setup, "resolve_device", lambda *given: replace(resolve_device(*given), available_bytes=2**36)
+    )
 
 
 def decided(**more: object) -> Decisions:

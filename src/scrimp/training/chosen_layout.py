@@ -18,7 +18,7 @@ Checked  tests/training/test_chosen_layout.py; benchmarks/ranks_planned.py: agai
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from scrimp.errors import ConfigError, PlanError
 from scrimp.models import spec_of
 from scrimp.models.shapes import sizes_of
 from scrimp.planner.hardware import Cluster
-from scrimp.planner.layout.at_hand import as_decided, question_of, text_of
+from scrimp.planner.layout.at_hand import as_decided, question_of, setting_of_run, text_of
 from scrimp.planner.layout.questions import Question
 from scrimp.planner.layout.search import Candidate, search
 from scrimp.planner.layout.setting import Setting
@@ -214,6 +214,22 @@ def program_of(config: ResolvedConfig, cluster: Cluster, device_type: str) -> So
         deterministic=config.train.deterministic,
         documents=config.data.mask_documents,
     )
+
+
+def step_of_run(
+    config: ResolvedConfig,
+    architecture: Architecture,
+    cluster: Cluster,
+    activations: Sequence[str],
+    device_type: str = "cuda",
+) -> Setting | None:
+    """A run's step on some hardware as the search predicts it; None where degrees, batch and devices do not fit.
+
+    Args:
+        activations: of each block.
+    """
+    program = program_of(config, cluster, device_type)
+    return setting_of_run(config, sizes_of(spec_of(architecture)), cluster, program, activations)
 
 
 def is_open(config: Config, default: Resolution) -> bool:

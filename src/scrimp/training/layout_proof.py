@@ -29,15 +29,13 @@ from dataclasses import dataclass, replace
 from scrimp.config import Resolution, ResolvedConfig, replace_values
 from scrimp.config.own_average import learns_from_average
 from scrimp.models import ModelSpec, spec_of
-from scrimp.models.shapes import sizes_of
 from scrimp.planner.axis_traffic import degrees_of, traffic_of
-from scrimp.planner.layout.at_hand import setting_of_run
 from scrimp.planner.layout.predict import Prediction, predict
 from scrimp.planner.rank_placement import AxisTraffic
 from scrimp.profiler.collectives import Collective
 from scrimp.profiler.measured_cluster import RankRates
 from scrimp.report.units import format_bytes, format_duration
-from scrimp.training.chosen_layout import ChosenLayout, RanksHere, choose_on, program_of
+from scrimp.training.chosen_layout import ChosenLayout, RanksHere, choose_on, step_of_run
 from scrimp.training.measured_ranks import scaled
 from scrimp.training.setup import Decisions
 
@@ -91,10 +89,8 @@ class FirstSteps:
 
 def prediction_of(decisions: Decisions, here: RanksHere) -> Prediction | None:
     """The step of a run as it is carried out; None where the model of the search does not know it."""
-    config, kind = decisions.config, decisions.device.torch_device.type
-    program = program_of(config, here.cluster, kind)
-    model, activations = sizes_of(spec_of(decisions.architecture)), decisions.plan.placement.activations
-    setting = setting_of_run(config, model, here.cluster, program, activations)
+    kind, activations = decisions.device.torch_device.type, decisions.plan.placement.activations
+    setting = step_of_run(decisions.config, decisions.architecture, here.cluster, activations, kind)
     return None if setting is None else predict(setting)
 
 

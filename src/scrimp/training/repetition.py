@@ -11,14 +11,11 @@ Checked  tests/training/test_repetition.py
 from __future__ import annotations
 
 from scrimp.errors import PlanError
-from scrimp.models import spec_of
-from scrimp.models.shapes import sizes_of
 from scrimp.planner.hardware import Cluster, load_hardware
-from scrimp.planner.layout.at_hand import setting_of_run
 from scrimp.planner.layout.attention_price import price_text
 from scrimp.planner.layout.predict import predict
 from scrimp.profiler.this_device import known_name
-from scrimp.training.chosen_layout import program_of
+from scrimp.training.chosen_layout import step_of_run
 from scrimp.training.setup import Decisions
 
 ON_A_CPU = "bit for bit; on a CPU that costs nothing"
@@ -43,8 +40,7 @@ def text_on(decisions: Decisions, cluster: Cluster | None) -> str:
     unknown = f"{how}; what that costs here is not predicted"
     if cluster is None or config.layout.ranks > 1 or config.precision_rules.compute != "bf16":
         return unknown
-    model, program = sizes_of(spec_of(decisions.architecture)), program_of(config, cluster, "cuda")
-    setting = setting_of_run(config, model, cluster, program, decisions.plan.placement.activations)
+    setting = step_of_run(config, decisions.architecture, cluster, decisions.plan.placement.activations)
     if setting is None:
         return unknown
     try:

@@ -15,16 +15,14 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from scrimp.errors import PlanError
-from scrimp.models import HEAD, spec_of
-from scrimp.models.shapes import sizes_of
+from scrimp.models import HEAD
 from scrimp.planner import Plan
 from scrimp.planner.hardware import Cluster, load_hardware
-from scrimp.planner.layout.at_hand import setting_of_run
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.step_account import LOSS_BYTES, Above, above_floor
 from scrimp.profiler.this_device import known_name
 from scrimp.report.step_section import EVENT
-from scrimp.training.chosen_layout import program_of
+from scrimp.training.chosen_layout import step_of_run
 from scrimp.training.setup import Decisions
 
 if TYPE_CHECKING:
@@ -69,9 +67,7 @@ def passes_on(decisions: Decisions, plan: Plan, cluster: Cluster) -> list[Above]
 
 def _setting(decisions: Decisions, plan: Plan, cluster: Cluster) -> Setting | None:
     """The run as the search knows it, its blocks told all at once where all are alike."""
-    config, activations = decisions.config, plan.placement.activations
-    model, program = sizes_of(spec_of(decisions.architecture)), program_of(config, cluster, "cuda")
-    setting = setting_of_run(config, model, cluster, program, activations)
+    setting = step_of_run(decisions.config, decisions.architecture, cluster, plan.placement.activations)
     if setting is None or len(set(setting.blocks)) > 1 or setting.blocks[0].offload:
         return None
     return dataclasses.replace(setting, blocks=(), recompute=setting.blocks[0].recompute)
