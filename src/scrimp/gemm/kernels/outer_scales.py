@@ -52,6 +52,8 @@ def apply_scales(product: Tensor, first: Tensor | None, second: Tensor | None, d
     """
     check_devices(product=product, first=first, second=second)
     check_row_major("product", product)
+    if first is None and second is None:
+        return product.to(dtype)
     out = torch.empty(product.shape, dtype=dtype, device=product.device)
     if product.numel():
         run(
