@@ -23,7 +23,7 @@ CONFIG = """
 --adapter.rank --adapter.alpha --adapter.targets --adapter.base
 --train.steps --train.sequence --train.batch-tokens --train.micro-batch --optimizer.name --optimizer.lr
 --schedule.name --schedule.warmup-steps --schedule.final-lr-ratio --optimizer.weight-decay --optimizer.beta1
---optimizer.beta2 --optimizer.eps --optimizer.momentum
+--optimizer.beta2 --optimizer.eps --optimizer.momentum --optimizer.embedding-lr-ratio
 --optimizer.rank --optimizer.refresh-every --optimizer.low-rank-scale --optimizer.refactor-every
 --optimizer.clip --objective.name --objective.teachers --objective.teacher-momentum --objective.teacher-weight
 --objective.written --objective.written-tokens --objective.reference-losses --objective.excess-scale

@@ -13,13 +13,17 @@ from distributed import spawn
 from torch import Tensor, nn
 
 from scrimp.config import OptimizerConfig, OuterConfig
+from scrimp.models import EMBEDDING_WEIGHT
 from scrimp.optim import AdamW, OuterOptimizer
 from scrimp.optim.outer import GROUP
 from scrimp.profiler.collectives import counting_collectives
 
 LR, STEPS = 0.01, 13
-SHAPES = {"matrix": (37, 11), "vector": (5,)}
-INNER = OptimizerConfig(lr=LR, master_weights=False, moments="fp32", weight_decay=0.0, beta2=0.95)
+SHAPES = {"matrix": (37, 11), "vector": (5,), EMBEDDING_WEIGHT: (3, 4)}
+INNER = OptimizerConfig(
+    lr=LR, embedding_lr_ratio=2.0, master_weights=False, moments="fp32", weight_decay=0.0, beta2=0.95
+)
+RATES = {name: LR * (2.0 if name == EMBEDDING_WEIGHT else 1.0) for name in SHAPES}
 MASTERS = replace(INNER, master_weights=True)
 CASES = {
     "mean of the copies": OuterConfig(every=4, lr=1.0, momentum=0.0),
@@ -76,7 +80,12 @@ class Copies:
             {name: nn.Parameter(w.clone()) for name, w in self.start.items()} for _ in range(copies)
         ]
         self.inner = [
-            torch.optim.AdamW(one.values(), lr=LR, betas=(0.9, 0.95), eps=INNER.eps, weight_decay=0.0)
+            torch.optim.AdamW(
+                [{"params": [p], "lr": RATES[name]} for name, p in one.items()],
+                betas=(0.9, 0.95),
+                eps=INNER.eps,
+                weight_decay=0.0,
+            )
             for one in self.local
         ]
         self.momentum = {name: torch.zeros_like(w) for name, w in self.start.items()}
@@ -119,10 +128,11 @@ class Copies:
         self.move(self.waiting, max(1.0, self.gaps[-1] / self.gaps[0]) if self.gaps else 1.0)
 
     def move(self, mean: dict[str, Tensor], penalty: float = 1.0) -> None:
-        settings, moved, bound = self.settings, 0.0, self.settings.clip * LR * self.settings.every
+        settings, moved = self.settings, 0.0
         for name, w in self.start.items():
             momentum = settings.momentum * self.momentum[name] + mean[name] / penalty
             if settings.overlap:
+                bound = settings.clip * RATES[name] * settings.every
                 momentum.clamp_(-bound, bound)
             self.momentum[name] = momentum
             by = settings.lr * (momentum if settings.overlap else mean[name] + settings.momentum * momentum)

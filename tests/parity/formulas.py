@@ -37,7 +37,7 @@ from scrimp.config.gathered import gathered_blocks
 from scrimp.config.pipeline import Pipeline
 from scrimp.config.resolved import ResolvedLayout
 from scrimp.data import Batch
-from scrimp.models import spec_of
+from scrimp.models import EMBEDDING_WEIGHT, spec_of
 from scrimp.models.blocks import RMSNorm
 from scrimp.models.expert_ranks import ExpertRanks, Journey
 from scrimp.models.experts import RoutedBlock, RoutedMlp
@@ -47,7 +47,6 @@ from scrimp.planner.axis_traffic import traffic_of
 from scrimp.profiler.collectives import SHARES
 from scrimp.runtime import Executable
 from scrimp.runtime.parallel import is_sharded
-from scrimp.runtime.parallel.parallelise import WORDS
 from scrimp.runtime.pipeline.orders import passes_of
 from scrimp.training.setup import Decisions
 
@@ -250,7 +249,7 @@ def _of_stages(executable: Executable, pipeline: Pipeline, batches: Sequence[Bat
         crossed += stage + 1 < pipeline.num_stages and pipeline.rank_of(stage + 1) != rank
         crossed += stage > 0 and pipeline.rank_of(stage - 1) != rank
     last = pipeline.rank_of(pipeline.num_stages - 1)
-    words = dict(model.named_parameters()).get(WORDS)
+    words = dict(model.named_parameters()).get(EMBEDDING_WEIGHT)
     is_copy = model.architecture.tied_embeddings and last != 0 and words is not None
     return crossed * len(batches) * boundary + (BYTES * _local(words).numel() if is_copy else 0)
 

@@ -110,12 +110,14 @@ def check(config: Config) -> None:
             do="lower schedule.warmup_steps, or leave it out",
         )
     lr, decay = config.optimizer.lr or 0.0, config.optimizer.weight_decay
-    if lr * decay >= 1:
+    ratio = max(1.0, config.optimizer.embedding_lr_ratio)
+    if lr * ratio * decay >= 1:
+        of_embedding = f" x optimizer.embedding_lr_ratio {ratio:g}" if ratio > 1 else ""
         raise ConfigError(
             "a step decays all of the weights",
-            got=f"optimizer.lr {lr:g} x optimizer.weight_decay {decay:g}",
+            got=f"optimizer.lr {lr:g}{of_embedding} x optimizer.weight_decay {decay:g}",
             expected="a product below 1: weights shrink by it in each step",
-            do="lower one of the two",
+            do="lower one of them",
         )
     every, keep_every = config.checkpoint.every or 0, config.checkpoint.keep_every
     if keep_every and (every == 0 or keep_every % every):

@@ -83,9 +83,10 @@ _ANSWERS: dict[str, Answer] = {
     **_named("optimizer.lr", "learning_rate max_lr peak_lr"),
     **_named(
         "optimizer.lr",
-        "matrix_lr embedding_lr unembedding_lr scalar_lr muon_lr",
-        note="one learning rate for all weights",
+        "matrix_lr unembedding_lr scalar_lr muon_lr",
+        note="one learning rate for all weights but the embedding",
     ),
+    **_named("optimizer.embedding_lr_ratio", "embedding_lr embed_lr", note="as a multiple of optimizer.lr"),
     **_named("schedule.name", "lr_scheduler_type lr_scheduler lr_schedule scheduler decay_type lr_decay"),
     **_named(
         "schedule.warmup_steps",

@@ -92,6 +92,7 @@ RANGES: dict[str, Range] = {
     "optimizer.beta1": Range(0, 1, below=True),
     "optimizer.beta2": Range(0, 1, below=True),
     "optimizer.momentum": Range(0, 1, below=True),
+    "optimizer.embedding_lr_ratio": Range(0, 10**3, above=True),
     "optimizer.rank": _COUNT,
     "optimizer.refresh_every": _COUNT,
     "optimizer.low_rank_scale": Range(0, 100, above=True),

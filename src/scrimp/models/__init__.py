@@ -5,6 +5,7 @@ Importing it needs no torch. A decoder kind is one file in `scrimp.models.kinds`
 
 from scrimp.models.kinds import FAMILIES, all_kinds, spec_of
 from scrimp.models.spec import (
+    EMBEDDING_WEIGHT,
     AttentionSpec,
     BlockSpec,
     Elsewhere,
@@ -19,6 +20,7 @@ from scrimp.models.spec import (
 from scrimp.precision import HEAD
 
 __all__ = [
+    "EMBEDDING_WEIGHT",
     "FAMILIES",
     "HEAD",
     "AttentionSpec",

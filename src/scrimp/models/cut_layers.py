@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from scrimp.models.blocks import Attention, Block, Mlp, RMSNorm
 from scrimp.models.experts import RoutedBlock
 from scrimp.models.model import Model
+from scrimp.models.spec import EMBEDDING_WEIGHT
 from scrimp.models.tensor_ranks import AllHeadsNorm, CutEmbedding, TensorRanks
 from scrimp.parts import Cut
 
@@ -46,8 +47,8 @@ def cut_layers(model: Model, ranks: TensorRanks) -> dict[str, Cut]:
     model.tensor_ranks = ranks
     words = ranks.share(model.architecture.vocab_size)
     cuts: dict[str, Cut] = {}
-    if "embedding.weight" in whole:
-        cuts["embedding.weight"] = Cut(whole["embedding.weight"], (words,))
+    if EMBEDDING_WEIGHT in whole:
+        cuts[EMBEDDING_WEIGHT] = Cut(whole[EMBEDDING_WEIGHT], (words,))
         model.embedding = CutEmbedding(model.embedding, ranks)
     if model.head is not None:
         cuts["head.weight"] = Cut(whole["head.weight"], (words,))

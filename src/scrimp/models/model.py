@@ -36,7 +36,7 @@ from scrimp.models.blocks import Block, Embedding, Linear, Place, with_factors, 
 from scrimp.models.context_parallel import ContextParallel
 from scrimp.models.experts import RoutedBlock, added_up
 from scrimp.models.kinds import spec_of
-from scrimp.models.spec import AttentionSpec, ModelSpec, place
+from scrimp.models.spec import EMBEDDING_WEIGHT, AttentionSpec, ModelSpec, place
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -161,7 +161,7 @@ class Model(nn.Module):
         number = place(parameter)[0]
         if number is not None:
             return number in self.part.blocks
-        if parameter == "embedding.weight":
+        if parameter == EMBEDDING_WEIGHT:
             return hasattr(self, "embedding")
         return self.part.is_last
 

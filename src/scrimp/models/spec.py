@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
+EMBEDDING_WEIGHT = "embedding.weight"
+"""The parameter that has a row for each token; of a tied head too."""
+
 
 def full_name(block: int, name: str) -> str:
     """A layer's name in a plan, by its block's number and its name there."""

@@ -56,10 +56,11 @@ class AdamW(Targets):
         self._moments[name] = Moments.zeros(moment_format(self._settings, target.dtype), target.detach())
 
     def rule(self, name: str) -> UpdateRule:
-        """How a parameter is updated: every one at the same learning rate. 8-bit moments are decoded into copies."""
+        """How a parameter is updated, at a rate relative to `optimizer.lr`. 8-bit moments are decoded into copies."""
         moments, like, settings = self._moments[name], self._targets[name], self._settings
         averages = dense(moments.mean, like), dense(moments.square, like)
-        return AdamWRule(1.0, *averages, self.num_updates, settings.beta1, settings.beta2, settings.eps)
+        rate, beta1, beta2 = self.relative_rate(name), settings.beta1, settings.beta2
+        return AdamWRule(rate, *averages, self.num_updates, beta1, beta2, settings.eps)
 
     def clip(self, norm: float, limit: float) -> None:
         """Have the next step scale the gradients so that their norm, `norm` now, is at most `limit` (0: no limit)."""
@@ -78,9 +79,12 @@ class AdamW(Targets):
 
     def _update_by(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         """Update by these gradients what they are named after, masters or parameters."""
-        for decayed in (True, False):
-            some = {n: g for n, g in gradients.items() if (self._targets[n].ndim >= 2) == decayed}
-            self._update(some, self._numbers(lr, decayed))
+        alike: dict[tuple[bool, float], dict[str, Tensor]] = {}
+        for name, gradient in gradients.items():
+            key = self._targets[name].ndim >= 2, self.relative_rate(name)
+            alike.setdefault(key, {})[name] = gradient
+        for (decayed, rate), some in alike.items():
+            self._update(some, self._numbers(rate * lr, decayed))
 
     def _numbers(self, lr: float, decayed: bool) -> Step:
         settings = self._settings

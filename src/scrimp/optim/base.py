@@ -61,6 +61,10 @@ class Optimizer(OptimizerView, Protocol):
         """One update at learning rate `lr`; the gradients stay until `zero_grad`."""
         ...
 
+    def relative_rate(self, name: str) -> float:
+        """Learning rate of a parameter as a multiple of a step's."""
+        ...
+
     def parts(self) -> Iterator[tuple[str, TensorPart]]:
         """Name and storage of what lies here of every state tensor: what a checkpoint holds, and what loading one
         writes into."""

@@ -15,7 +15,7 @@ Method   Each copy takes `outer.every` steps by its own gradients. Their mean di
              m = b m + d / max(1, g / g_first),  |m| <= clip * lr * every,  x = x - a m
 
          with g = mean |a m| of the last move, by which x has moved since d was taken; lr is the peak rate of the
-         inner optimizer, which moves a weight by about that much a step. The exchange is hidden as long as
+         inner optimizer for that weight, which moves it by about as much a step. The exchange is hidden as long as
 
              every * seconds of a step >= seconds of the exchange
 
@@ -215,7 +215,8 @@ class OuterOptimizer:
             first += start.numel()
             momentum.mul_(keep).add_(mean, alpha=1 / penalty)
             if self._settings.overlap:
-                momentum.clamp_(-self._bound, self._bound)
+                bound = self._bound * self._optimizer.relative_rate(name)
+                momentum.clamp_(-bound, bound)
             move = momentum if self._settings.overlap else mean + keep * momentum
             start.sub_(move.to(start.dtype), alpha=rate)
             moved, count = moved + float(move.abs().sum()), count + start.numel()

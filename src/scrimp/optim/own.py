@@ -36,7 +36,7 @@ from scrimp.config import Architecture, OptimizerConfig
 from scrimp.errors import ConfigError, PlanError
 from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.optim.foreign import has_rule, rule_of
-from scrimp.optim.targets import Targets
+from scrimp.optim.targets import Targets, relative_rate
 from scrimp.parts import TensorPart, part_of
 from scrimp.profiler.memory_trace import GradientSums, Tracing
 from scrimp.profiler.memory_trace.stand_ins import DeviceFunctions
@@ -116,15 +116,16 @@ def made(settings: OptimizerConfig, targets: Mapping[str, Tensor]) -> torch.opti
         "momentum": settings.momentum,
         "foreach": False,
     }
-    groups: list[dict[str, Any]] = [
-        {"params": [target for target in targets.values() if (target.ndim >= 2) == decayed]}
-        for decayed in (True, False)
-    ]
-    if "weight_decay" in known:
-        groups[1]["weight_decay"] = 0.0
+    groups: dict[tuple[bool, float], dict[str, Any]] = {}
+    for name, target in targets.items():
+        decayed = target.ndim >= 2
+        group = groups.setdefault((decayed, relative_rate(settings, name)), {"params": []})
+        group["params"].append(target)
+        if "weight_decay" in known and not decayed:
+            group["weight_decay"] = 0.0
     given = {name: v for name, v in options.items() if name in known and _fits(v, known[name].default)}
     try:
-        return kind([group for group in groups if group["params"]], **given)  # type: ignore[arg-type]
+        return kind([groups[key] for key in sorted(groups, reverse=True)], **given)  # type: ignore[arg-type]
     except Exception as error:
         raise ConfigError(
             f"{KEY}: {settings.name} cannot be made",
@@ -147,6 +148,7 @@ class OwnOptimizer(Targets):
         super().__init__(parameters, settings, seed=seed)
         self.name = settings.name
         self._inner = made(settings, self._targets)
+        self._set_rates(0.0 if settings.lr is None else settings.lr)
         self._numbers: dict[str, Tensor] = {}
         """Numbers of the state by their name in a checkpoint, while it is written or loaded."""
 
@@ -201,9 +203,13 @@ class OwnOptimizer(Targets):
                     yield f"group-{index}.{key}", None, group, key
 
     def _update_by(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        for group in self._inner.param_groups:
-            group["lr"] = lr
+        self._set_rates(lr)
         self._inner.step()
+
+    def _set_rates(self, lr: float) -> None:
+        names = {id(target): name for name, target in self._targets.items()}
+        for group in self._inner.param_groups:
+            group["lr"] = self.relative_rate(names[id(group["params"][0])]) * lr
 
 
 def _fits(value: object, default: object) -> bool:

@@ -91,8 +91,8 @@ class ScheduleFree(Targets):
 
     def rule(self, name: str) -> UpdateRule:
         """How z moves; x and y move by the same times a factor that all parameters share."""
-        settings = self._settings
-        return AdamWRule(1.0, None, self._squares[name], self.num_updates, 0.0, settings.beta2, settings.eps)
+        settings, rate = self._settings, self.relative_rate(name)
+        return AdamWRule(rate, None, self._squares[name], self.num_updates, 0.0, settings.beta2, settings.eps)
 
     def step(self, lr: float) -> None:
         """One update at learning rate `lr`, which weighs this step in the average too."""
@@ -106,7 +106,8 @@ class ScheduleFree(Targets):
             target = self._targets[name]
             decay = settings.weight_decay if target.ndim >= 2 else 0.0
             number, beta1, beta2 = self.num_updates + 1, settings.beta1, settings.beta2
-            step = Step(number, lr, beta1, beta2, settings.eps, decay)
+            rate = self.relative_rate(name) * lr
+            step = Step(number, rate, beta1, beta2, settings.eps, decay)
             move(target, self._z[name], gradient, self._squares[name], step, share)
 
     @contextlib.contextmanager

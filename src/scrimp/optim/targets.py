@@ -43,6 +43,7 @@ from scrimp.gemm import kernels
 from scrimp.gemm.backends.operands import has_triton
 from scrimp.gemm.kernels.launch import INPUT_TYPES, may_run
 from scrimp.gemm.weight_sums import Product, WeightSum, set_sum
+from scrimp.models import EMBEDDING_WEIGHT
 from scrimp.optim.moments import as_matrix
 from scrimp.optim.stochastic_rounding import to_bf16
 from scrimp.optim.update import Workspace
@@ -249,6 +250,10 @@ class Targets(ABC):
         """Set the count of updates that bias correction and noise use, after loading `parts`."""
         self.num_updates = num_updates
 
+    def relative_rate(self, name: str) -> float:
+        """Learning rate of a parameter as a multiple of a step's."""
+        return relative_rate(self._settings, name)
+
     # -- for statistics (`scrimp.statistics.OptimizerView`) ---------------------------
 
     def gradients(self) -> dict[str, Tensor]:
@@ -310,6 +315,11 @@ class Targets(ABC):
         noise = self._seed.derive(int.from_bytes(digest[:8], "little"), self.num_updates, *numbers)
         row, column = (*self._tensor_parts[name].offsets, 0, 0)[:2]
         return dataclasses.replace(noise, first_row=row, first_column=column)
+
+
+def relative_rate(settings: OptimizerConfig, name: str) -> float:
+    """Learning rate of a parameter as a multiple of `optimizer.lr`."""
+    return settings.embedding_lr_ratio if name == EMBEDDING_WEIGHT else 1.0
 
 
 def _is_shared(parameter: Tensor) -> bool:

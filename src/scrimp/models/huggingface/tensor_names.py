@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from scrimp.config.architecture import Architecture
 from scrimp.models.kinds import spec_of
-from scrimp.models.spec import ModelSpec, VectorSpec, full_name
+from scrimp.models.spec import EMBEDDING_WEIGHT, ModelSpec, VectorSpec, full_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +66,7 @@ HEAD = "lm_head.weight"
 def fused_parameters(architecture: Architecture) -> list[Fused]:
     """Every parameter of the model, in the order of its layers. A tied head has none of its own."""
     a, spec = architecture, spec_of(architecture)
-    table = [_stack("embedding.weight", [(EMBEDDING, a.vocab_size)], a.width)]
+    table = [_stack(EMBEDDING_WEIGHT, [(EMBEDDING, a.vocab_size)], a.width)]
     for index in range(spec.num_blocks):
         table += _block(spec, index)
     table.append(_stack("final_norm.weight", [("model.norm.weight", a.width)]))

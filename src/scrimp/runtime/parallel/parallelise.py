@@ -44,16 +44,13 @@ from scrimp.models.cut_layers import cut_layers
 from scrimp.models.expert_ranks import ExpertRanks, cut_experts
 from scrimp.models.experts import Experts, RoutedBlock
 from scrimp.models.model import Model, ModelPart
+from scrimp.models.spec import EMBEDDING_WEIGHT
 from scrimp.models.tensor_ranks import TensorRanks
 from scrimp.parts import Cut
 from scrimp.runtime.parallel.mesh import RankMesh
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-
-
-WORDS = "embedding.weight"
-"""The parameter of which the first and the last stage of a pipeline may both have a copy."""
 
 
 @runtime_checkable
@@ -88,7 +85,7 @@ def parallelise(model: Model, mesh: RankMesh) -> Mapping[str, Cut]:
         cuts |= {} if cut is None else {name: cut}
     if mesh.layout.pp > 1:
         # Of two copies of the words, those of the first stage are written.
-        cuts = _noted(model, cuts, lambda name: name != WORDS or model.part.is_first)
+        cuts = _noted(model, cuts, lambda name: name != EMBEDDING_WEIGHT or model.part.is_first)
     if mesh.layout.cp > 1:
         model.context_parallel = ContextParallel(mesh.layout.cp_method, mesh.devices["cp"].get_group())
     if is_sharded(model, mesh):

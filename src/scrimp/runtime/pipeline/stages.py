@@ -41,9 +41,10 @@ from scrimp.config.pipeline import Pipeline
 from scrimp.data import Batch
 from scrimp.gemm.weight_gradients import WeightGradients
 from scrimp.models.model import Model, StagePass
+from scrimp.models.spec import EMBEDDING_WEIGHT
 from scrimp.objectives import LossSums
 from scrimp.runtime.parallel.mesh import RankMesh
-from scrimp.runtime.parallel.parallelise import WORDS, reduce_now, whole_weights
+from scrimp.runtime.parallel.parallelise import reduce_now, whole_weights
 from scrimp.runtime.pipeline.orders import Action, everything_forward, orders_of
 
 Boundary = tuple[Tensor, ...]
@@ -169,7 +170,7 @@ class Stages:
         """
         last = self.pipeline.last_rank
         ends = (0, last)
-        own = gradients.get(WORDS)
+        own = gradients.get(EMBEDDING_WEIGHT)
         is_tied = self.model.architecture.tied_embeddings and last != 0
         if not is_tied or self.mesh.pipeline_rank not in ends or own is None or not own.numel():
             return
