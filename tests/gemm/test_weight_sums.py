@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from scrimp.gemm import SummedLinear, run_again
 from scrimp.gemm.convert import split_products
-from scrimp.gemm.weight_sums import Product, WeightSum, add_product, adding, adds_plain, set_sum
+from scrimp.gemm.weight_sums import PlainProduct, Product, WeightSum, add_product, adding, adds_plain, set_sum
+from scrimp.precision import MOST_TO_NEAREST
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BATCHES = [torch.randn(2, 9, 6, generator=torch.Generator().manual_seed(n)) for n in range(4)]
@@ -199,4 +200,19 @@ def test_a_product_adds_to_a_float32_sum_what_float64_gives() -> None:
         exact = total.double() + g.double().cpu().t() @ x.double().cpu()
         bound = 302 * 2.0**-23 * (total.double().abs() + g.double().cpu().abs().t() @ x.double().cpu().abs())
         assert bool(((found.double().cpu() - exact).abs() <= bound).all())
-    assert not adds_plain(DEVICE, torch.bfloat16, torch.bfloat16)
+
+
+def test_a_product_adds_to_a_sum_in_bf16_with_one_rounding() -> None:
+    if not adds_plain(DEVICE, torch.bfloat16, torch.bfloat16):
+        pytest.skip(f"the product of this {DEVICE.type} rounds twice")
+    generator = torch.Generator().manual_seed(2)
+    sizes = ((300, 70), (300, 50), (70, 50))
+    g, x, total = (torch.randn(size, generator=generator).to(DEVICE, torch.bfloat16) for size in sizes)
+    product = PlainProduct(g, x, torch.bfloat16)
+    exact = total.double() + g.double().t() @ x.double()
+    product.add(total, None)
+    # Half a step of bf16, and what a sum of 300 products in float32 may be off.
+    bound = 2.0**-8 * exact.abs() + 302 * 2.0**-23 * (g.double().abs().t() @ x.double().abs() + 10)
+    assert bool(((total.double() - exact).abs() <= bound).all())
+    assert product.adds(torch.bfloat16, MOST_TO_NEAREST - 1)
+    assert not product.adds(torch.bfloat16, MOST_TO_NEAREST)

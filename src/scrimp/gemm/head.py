@@ -15,6 +15,7 @@ from torch import Tensor
 
 from scrimp.gemm.layer import PlannedLayer, backward, forward
 from scrimp.gemm.problem import DTYPE_NAMES
+from scrimp.gemm.weight_sums import PlainProduct
 
 
 class HeadGemms:
@@ -56,7 +57,10 @@ class HeadGemms:
         """
         if self._planned is None:
             grad_QD = (grad_QV @ self._weight_VD).mul_(real_Q1) if needs_hidden else None
-            return grad_QD, _plus(total_VD, grad_QV.T, hidden_QD * real_Q1) if needs_weight else total_VD
+            if needs_weight:
+                product = PlainProduct(grad_QV, hidden_QD * real_Q1, self._compute)
+                total_VD = _plus(total_VD, product)
+            return grad_QD, total_VD
         step, first_row = self._planned.clock.now
         grad_QD, grad_VD = backward(
             grad_QV.mul_(real_Q1),
@@ -69,18 +73,19 @@ class HeadGemms:
             needs_weight=needs_weight,
         )
         if grad_VD is not None:
-            total_VD = _wide(grad_VD) if total_VD is None else total_VD.add_(grad_VD)
+            total_VD = grad_VD.to(_wide(grad_VD.dtype)) if total_VD is None else total_VD.add_(grad_VD)
         return grad_QD, total_VD
 
 
-def _plus(total_VD: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """A sum with one more product."""
+def _plus(total_VD: Tensor | None, product: PlainProduct) -> Tensor:
+    """A sum with one more product, which adds itself where it can."""
     if total_VD is None:
-        return _wide(left @ right)
-    if total_VD.dtype == left.dtype:
-        return total_VD.addmm_(left, right)
-    return total_VD.add_(left @ right)
+        return product.made(_wide(product.weight_dtype))
+    if not product.adds(total_VD.dtype):
+        return total_VD.add_(product.made())
+    product.add(total_VD, None)
+    return total_VD
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

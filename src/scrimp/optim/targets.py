@@ -8,8 +8,8 @@ Method   A target is what an update changes: the parameter itself or, with `mast
          After the step the parameter is the master rounded to nearest.
          Without master weights the sums of bf16 gradients are rounded stochastically from the second micro-batch
          on: they are right on average. On a GPU one kernel adds and rounds (`scrimp.gemm.kernels.rounded_sums`), where
-         it gave the operators' bits when it was tried. Products that can add to a sum do it themselves, and autograd
-         has no gradient then (`scrimp.gemm.weight_sums`).
+         it gave the operators' bits when it was tried. Products that can add to a sum do it themselves, rounding as
+         they can, and autograd has no gradient then (`scrimp.gemm.weight_sums`).
 Ranks    Of a parameter that several ranks share (a DTensor) each updates the rows that lie there, by gradients that are
          reduced already: an update of elements needs nobody else. The norm is of all of them::
 
@@ -76,7 +76,7 @@ class SlotSum(WeightSum):
     def add(self, product: Product) -> None:
         """The next gradient; the first is the sum."""
         total = self._slot.sum
-        if total is None or not product.adds(total.dtype):
+        if total is None or not product.adds(total.dtype, self._count):
             self.add_made(product.made(self.dtype if total is None else None))
         else:
             product.add(total, self._next())

@@ -14,6 +14,7 @@ from scrimp.precision.formats import (
 from scrimp.precision.recipes import (
     GEMMS,
     HIGH_PRECISION,
+    MOST_TO_NEAREST,
     OPERANDS,
     RECIPES,
     Gemm,
@@ -43,6 +44,7 @@ __all__ = [
     "GEMMS",
     "HEAD",
     "HIGH_PRECISION",
+    "MOST_TO_NEAREST",
     "OPERANDS",
     "PLANNED",
     "RECIPES",

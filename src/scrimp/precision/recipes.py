@@ -39,6 +39,8 @@ Gemm = Literal["fprop", "dgrad", "wgrad"]
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 OPERANDS: dict[str, tuple[str, str]] = {"fprop": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("g", "x")}
 """The two tensors that each GEMM multiplies."""
+MOST_TO_NEAREST = 128
+"""Gradients whose sum in bf16 may be rounded to nearest at each addition (`scrimp.gemm.weight_sums`)."""
 FALLBACK_SUM = 1024.0
 """What the magnitudes of a tile's codes add up to where it does not fall back: 8 for each of 128."""
 

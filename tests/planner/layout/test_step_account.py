@@ -67,7 +67,7 @@ def test_passes_add_up_to_the_prediction_and_floors_lie_below(
 @pytest.mark.parametrize(
     ("masters", "precision", "in_blocks", "launches"),
     [
-        (False, "bf16", 7 * 6, 8 * (4 * 24 + 1)),
+        (False, "bf16", 8 * 2 - 2, 8),
         (False, "mxfp8", 7 * 6, 8 * (4 * 24 + 1)),
         (False, "fp8", 7 * 6, 8 * (4 * 24 + 1)),
         (False, "fp4", 8 * 2 - 2, 8),
@@ -77,7 +77,8 @@ def test_passes_add_up_to_the_prediction_and_floors_lie_below(
 )
 def test_sums_of_gradients_are_those_of_eight_micro_batches(masters, precision, in_blocks, launches):
     """A kernel reads 4 + 2 bytes and writes 4 in float32, the first time 2 and 4; in bf16 it reads 2 + 2, writes 2. A
-    product that adds reads and writes the sum, the first one writes it, and all leave out a result of 2 bytes."""
+    product that adds reads and writes the sum, the first one writes it, and all leave out a result of 2 bytes. To sums
+    in bf16 those of many micro-batches do not add."""
     one = setting(masters=masters, precision=precision)
     found = {each.name: each for each in passes_of(one)}["sums of gradients"]
     numbers = sum(linear.parameters for block in one.model.blocks for linear in block.linears)

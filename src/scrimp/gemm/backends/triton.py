@@ -177,7 +177,7 @@ class _TileProduct(Product):
     compute: torch.dtype
     weight: torch.dtype
 
-    def adds(self, dtype: torch.dtype) -> bool:
+    def adds(self, dtype: torch.dtype, added: int = 1) -> bool:
         """Where it gave the sums of a product in float32 that is added afterwards."""
         return _adds(self.a.codes.device, dtype, self.a.codes.dtype)
 

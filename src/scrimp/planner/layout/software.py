@@ -22,7 +22,7 @@ from scrimp.errors import ConfigError
 from scrimp.planner.hardware import Device
 from scrimp.planner.layout.kernels import FLASH_2, TORCH
 from scrimp.planner.layout.state_formats import StateFormats
-from scrimp.precision import GEMMS
+from scrimp.precision import GEMMS, MOST_TO_NEAREST
 from scrimp.precision import recipe as recipe_of
 
 _FOLDER = Path(__file__).parent / "softwares"
@@ -211,15 +211,15 @@ class Software:
     shards_over_copies: bool
     """Whether copies share optimizer states (a distributed optimizer)."""
 
-    def adds(self, recipe: str) -> bool:
+    def adds(self, recipe: str, micro_batches: int) -> bool:
         """Whether a block's product adds the gradient that it makes to its sum, or is taken to; else a kernel of its
-        own does so afterwards. Of Scrimp's those of tiles that Triton multiplies do, and in high precision those whose
-        sums are in float32; torch's kernels of codes store."""
+        own does so afterwards. Of Scrimp's those of tiles that Triton multiplies do, and those in high precision, to
+        sums in bf16 of a step of few micro-batches (`scrimp.gemm.weight_sums`); torch's kernels of codes store."""
         if self.name not in OWN:
             return True
         made = recipe_of(recipe).wgrad
         if made is None:
-            return self.held_gradient_bytes == 4.0
+            return self.held_gradient_bytes == 4.0 or micro_batches <= MOST_TO_NEAREST
         return made.a.scaling == "tile" and made.a.element in ("e2m1", "int8")
 
     def made(self, recipe: str, gemm: str, *, units: bool) -> tuple[float, float, float, float] | None:

@@ -205,7 +205,8 @@ class _Account:
             m, n, k = _sizes(linear.inputs, share * linear.outputs, gemm, self.tokens)
             yield self._multiplied("products", m, n, k, recipe)
             if gemm == "wgrad":
-                yield self._sum(m, n, k, recipe, adds=self.software.adds(recipe))
+                adds = self.software.adds(recipe, self.setting.micro_batches)
+                yield self._sum(m, n, k, recipe, adds=adds)
         launches, moved = self._operands(linear, gemm, recipe)
         if moved:
             yield self._bytes("operands in 8 or 4 bits", moved, launches)
