@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,11 +21,10 @@ from scrimp.formats import Noise, QuantizedTensor
 from scrimp.formats.quantize import AmaxReducer
 from scrimp.gemm.backends import Backend, ReferenceBackend
 from scrimp.gemm.clock import Clock
-from scrimp.gemm.coded_weight import CodedWeight
 from scrimp.gemm.observe import Execution, is_every_run_observed, is_observed, report, running
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, high_precision, operands_of, shape_of
 from scrimp.gemm.storage import saved_class
-from scrimp.gemm.stored_weight import StoredWeight
+from scrimp.gemm.weight_operands import weight_operand
 from scrimp.gemm.weight_sums import WeightSum
 from scrimp.precision import (
     GEMMS,
@@ -206,6 +205,10 @@ class PlannedLayer:
         outputs, inputs = weight.shape
         return self.choose(recipe, gemm, shape_of(gemm, tokens, inputs, outputs), weight.device)
 
+    def product(self, gemm: str) -> Hashable:
+        """What the operand of the weight is kept by (`scrimp.gemm.weight_operands`); None: it is an expert's."""
+        return None if self.group is not None else (self, gemm)
+
     def uses(self, gemm: str, now: tuple[int, int], recipe: str | None = None) -> tuple[Use, Use]:
         """How both operands of a GEMM are quantized, now; of another recipe than the plan's if one is given."""
         return self._use(gemm, 0, now, recipe), self._use(gemm, 1, now, recipe)
@@ -253,7 +256,8 @@ def forward(
     else:
         a = backend.prepare(x.to(dtype), uses[0])
         codes = store_input(x, weight, layer, compute, now=now) if keep_codes else None
-    y = backend.multiply("fprop", a, _weight(weight, dtype, backend, uses[1]), compute)
+    w = weight_operand(weight, dtype, backend, uses[1], layer.product("fprop"))
+    y = backend.multiply("fprop", a, w, compute)
     if layer.is_watched:
         kept = (layer.uses("wgrad", now, saved)[1], layer.uses("wgrad", now)[1]) if keep_codes else None
         _tell(layer, "fprop", backend, (x, weight), uses, y, kept)
@@ -302,7 +306,8 @@ def backward(
         recipe, uses = layer.precision.dgrad, layer.uses("dgrad", now)
         backend = layer.backend(recipe, "dgrad", len(g), weight)
         operand = for_x()
-        w = _weight(weight, high_precision(recipe, compute), backend, uses[1])
+        dtype = high_precision(recipe, compute)
+        w = weight_operand(weight, dtype, backend, uses[1], layer.product("dgrad"))
         grad_x = backend.multiply("dgrad", operand, w, compute)
         del operand, w, for_x  # before wgrad makes its own
         _tell(layer, "dgrad", backend, (g, weight), uses, grad_x)
@@ -322,16 +327,6 @@ def backward(
             total.add(product)
         grad_weight = grad_weight if total is None else None
     return grad_x, grad_weight
-
-
-def _weight(weight: Tensor, dtype: torch.dtype, backend: Backend, use: Use) -> Any:
-    """The weight as an operand: of its codes where it was gathered so."""
-    if isinstance(weight, CodedWeight):
-        return weight.operand(use, dtype, backend.load)
-    if isinstance(weight, StoredWeight):
-        return backend.prepare(weight.values(dtype), use)
-    # A weight that is kept transposed is copied for the product alone.
-    return backend.prepare(weight.to(dtype).contiguous(), use)
 
 
 def _gradient_operands(

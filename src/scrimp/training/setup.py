@@ -47,6 +47,7 @@ from scrimp.training.chosen_layout import RanksHere, choose_on, measured_ranks
 from scrimp.training.chosen_optimizer import choose_optimizer, with_first
 from scrimp.training.distillation import check_teachers, refuse_other_teachers
 from scrimp.training.memory.host_room import checkpoint_bytes
+from scrimp.training.memory.kept_operands import with_kept_operands
 from scrimp.training.memory.limits import budgets_of, device_limit
 from scrimp.training.memory.micro_batch import decide_micro_batch
 from scrimp.training.precision.reachable import refuse_unreachable_bytes, refuse_unreachable_share
@@ -404,6 +405,7 @@ def _plan_for(
         refuse_unreachable_share(config, architecture, pinned)
         refuse_unreachable_bytes(config, architecture)
     config, memory = decide_micro_batch(device, config, architecture, reasons)
+    memory = with_kept_operands(memory, config)
     decisions = _decisions(device, asked, config, architecture, reasons, memory)
     plan = json.loads(decisions.plan.to_json())
     device.world.agree("the plan of the run", plan, do="give all ranks the same settings")

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from scrimp.data import Batch, Loader
+from scrimp.gemm.weight_operands import keeping
 from scrimp.gemm.weight_sums import adding
 from scrimp.health import record
 from scrimp.runtime.memory import ArenaTooSmallError
@@ -67,6 +68,7 @@ class Stepper:
         self._lr = Schedule.build(run.config)
         self._trouble = MemoryTrouble(run.decisions, run.executable)
         self.guard = NonFiniteGuard(run.train.nonfinite_patience, run.decisions.world)
+        self._keeps_operands = run.decisions.memory.keeps_operands
         self.is_updating = False
         """Whether an update was broken off: what is there must not be kept."""
         self.ran_out_of_memory = False
@@ -133,6 +135,7 @@ class Stepper:
                 run.decisions.world.meeting_elsewhere(),
                 self._proof.around(len(batches)),
                 adding(len(batches) > 1 and run.executable.stages is None),
+                keeping(len(batches) > 1 and self._keeps_operands),
             ):
                 return run_passes(
                     run.executable, batches, num_targets, step=run.step, first_row=run.first_row
@@ -158,6 +161,12 @@ class Stepper:
         run.optimizer.zero_grad()
         if run.executable.device.type == "cuda":
             torch.cuda.empty_cache()
+        if self._keeps_operands:
+            self._keeps_operands, self.ran_out_of_memory = False, True
+            reason = f"out of memory in step {run.step + 1:,}: weights are quantized in each micro-batch from now on"
+            run.event("memory-replan", reason, step=run.step + 1)
+            run.line.message(reason)
+            return
         plan = self._trouble.plan_of_less(run.plans.plan, run.step + 1, trouble)
         if plan is None:
             self.no_plan_takes_less = True

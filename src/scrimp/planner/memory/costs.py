@@ -79,6 +79,8 @@ class BlockClass:
     """Temporary memory of the norm of one of its gradients."""
     norms: int = 0
     """Bytes of the norms themselves, which stay on the device where the gradients leave."""
+    operands: int = 0
+    """Of its weights, where products keep them over the micro-batches of a step (`scrimp.gemm.weight_operands`)."""
 
     @property
     def trained(self) -> int:

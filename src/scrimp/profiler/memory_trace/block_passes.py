@@ -15,6 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from scrimp.gemm import PlannedLayer, StoredWeight
+from scrimp.gemm.problem import high_precision
+from scrimp.gemm.weight_operands import is_kept, weight_operand
 from scrimp.models.model import Model
 from scrimp.objectives import Objective
 from scrimp.profiler.memory_trace.optimizer_memory import GradientSums
@@ -41,6 +44,22 @@ class EndsTrace:
     head_peak: int
     head_gradients: int
     embedding_peak: int
+
+
+def weight_operands(block: nn.Module, compute: torch.dtype) -> list[Any]:
+    """What fprop and dgrad of a block's planned layers keep of their weights over the micro-batches of a step."""
+    found = []
+    for module in block.modules():
+        layer, weight = getattr(module, "planned", None), cast(Tensor, getattr(module, "weight", None))
+        # An expert's are not kept, nor codes of frozen weights.
+        if not isinstance(layer, PlannedLayer) or layer.members or isinstance(weight, StoredWeight):
+            continue
+        for gemm in ("fprop", "dgrad"):
+            recipe, use = layer.precision.gemm(gemm), layer.uses(gemm, layer.clock.now)[1]
+            if is_kept(use):
+                backend = layer.backend(recipe, gemm, 1, weight)
+                found.append(weight_operand(weight, high_precision(recipe, compute), backend, use))
+    return found
 
 
 @contextlib.contextmanager

@@ -51,6 +51,7 @@ from scrimp.profiler.memory_trace.block_passes import (
     gradients_of,
     trace_block,
     trace_ends,
+    weight_operands,
 )
 from scrimp.profiler.memory_trace.meta_mode import MetaMode
 from scrimp.profiler.memory_trace.offloaded import saved_bytes
@@ -275,7 +276,13 @@ class TracedStep:
             update_peak=self._update_peak(trained),
             norm_peak=max((self._norm_peak([parameter]) for parameter in trained.values()), default=0),
             norms=sum(self._scalars(1) for _ in trained),
+            operands=self._operand_bytes(block),
         )
+
+    def _operand_bytes(self, block: Block) -> int:
+        with self._tracing(block, exist=False) as tracker:
+            before, kept = tracker.live, weight_operands(block, DTYPES[self.precision])
+            return tracker.live - before if kept else 0
 
     def _learn(self, block: Block, kind: _Class, choice: Activations) -> None:
         """Trace one block under one choice, unless that is known."""
