@@ -45,7 +45,8 @@ from scrimp.models.shapes import sizes_of
 from scrimp.optim import AdamW, Moments
 from scrimp.planner.hardware import Cluster, load_hardware
 from scrimp.planner.layout.setting import Setting
-from scrimp.planner.layout.software import Software, in_states, software, with_attention
+from scrimp.planner.layout.software import OWN, Software, in_states, software, with_attention
+from scrimp.planner.layout.stage_memory import peak_bytes
 from scrimp.planner.layout.state_formats import StateFormats
 from scrimp.planner.layout.step_account import LOSS_BYTES, Above, above_floor, floor_of, passes_of
 from scrimp.profiler.counted_step import KernelCounter, count_block
@@ -73,6 +74,8 @@ ANY_ORDER = "in any order"
 SHOWN = "today", ANY_ORDER, "floor"
 COMPARED = (*((name, LLMQ) for name in SHOWN), ("today", TORCHAO))
 """Which of ours is divided by which of theirs."""
+OPERAND_BYTES = 2.0 * (1.0 + 4.0 / 128)
+"""Of two operands in 8 bits for each number of a weight, with scales of tiles."""
 MOVED = 0.15
 OF_PROGRAMS = (
     "traffic",
@@ -148,9 +151,9 @@ def today() -> Software:
 
 
 def setting_of(case: Case, program: Software, cluster: Cluster) -> Setting:
-    """A step of LLMQ's size."""
+    """A step of LLMQ's size. Scrimp quantizes weights once in it where memory has room for them."""
     model, precision, micro_batch, recompute = case
-    return Setting(
+    found = Setting(
         model=sizes_of(spec_of(preset(model))),
         cluster=cluster,
         sequence=SEQUENCE,
@@ -161,6 +164,11 @@ def setting_of(case: Case, program: Software, cluster: Cluster) -> Setting:
         precision=precision,
         recompute=recompute,
     )
+    if program.name not in OWN or precision == "bf16":
+        return found
+    numbers = sum(linear.parameters for block in found.model.blocks for linear in block.linears)
+    taken = peak_bytes(found)[0].total + OPERAND_BYTES * numbers
+    return dataclasses.replace(found, keeps_operands=taken <= found.memory_bytes)
 
 
 def row_of(case: Case, cluster: Cluster) -> Row:

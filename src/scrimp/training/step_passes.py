@@ -70,4 +70,5 @@ def _setting(decisions: Decisions, plan: Plan, cluster: Cluster) -> Setting | No
     setting = step_of_run(decisions.config, decisions.architecture, cluster, plan.placement.activations)
     if setting is None or len(set(setting.blocks)) > 1 or setting.blocks[0].offload:
         return None
-    return dataclasses.replace(setting, blocks=(), recompute=setting.blocks[0].recompute)
+    recompute, keeps = setting.blocks[0].recompute, decisions.memory.keeps_operands
+    return dataclasses.replace(setting, blocks=(), recompute=recompute, keeps_operands=keeps)

@@ -87,6 +87,16 @@ def test_sums_of_gradients_are_those_of_eight_micro_batches(masters, precision, 
     assert found.launches == launches
 
 
+def test_weights_that_are_quantized_once_move_their_bytes_once():
+    """fp8: three bytes a number of the weight for fprop, four for dgrad, in each of eight micro-batches."""
+    apart, kept = (setting(precision="fp8", keeps_operands=keeps) for keeps in (False, True))
+    moved = [{one.name: one.moved for one in passes_of(each)} for each in (apart, kept)]
+    name = "operands in 8 or 4 bits"
+    numbers = sum(linear.parameters for block in apart.model.blocks for linear in block.linears)
+    assert moved[0].pop(name) - moved[1].pop(name) == pytest.approx(7 * (3 + 4) * numbers, rel=1e-9)
+    assert moved[0] == moved[1]
+
+
 def floors(**changes):
     return {one.name: one for one in floor_of(setting(name="llama-3.2-1b", **changes))}
 

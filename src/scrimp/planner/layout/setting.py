@@ -80,6 +80,9 @@ class Setting:
     execution: Execution = field(default_factory=Execution)
     sequence_parallel: bool = True
     """Ranks of tp share the tokens between layers."""
+    keeps_operands: bool = False
+    """Products keep the operands that they make of weights over a step (`scrimp.gemm.weight_operands`); the account of
+    a step alone asks."""
     rank: int | None = None
     """Rank of the pipeline whose devices are meant; None: all devices."""
 

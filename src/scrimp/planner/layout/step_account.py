@@ -243,6 +243,7 @@ class _Account:
         inputs, outputs, weights = _numbers(linear, self.tokens)
         if counted is not None:
             launches, x, y, w = counted
+            w /= self.setting.micro_batches if self.setting.keeps_operands else 1
             return launches, x * inputs + y * outputs + w * weights
         if recipe in HIGH_PRECISION or gemm == "wgrad":
             return 0.0, 0.0
