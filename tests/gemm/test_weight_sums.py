@@ -29,9 +29,9 @@ class Sum(WeightSum):
         self.total: Tensor | None = None
         self.added, self.made = 0, 0
 
-    def add(self, product: Product) -> None:
+    def add(self, product: Product, made: Tensor | None = None) -> None:
         if self.total is None or not product.adds(self.dtype):
-            self.add_made(product.made())
+            self.add_made(product.made() if made is None else made)
         else:
             product.add(self.total, None)
             self.added += 1

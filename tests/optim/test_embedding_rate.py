@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from gradients import give_gradients
 
 from scrimp.config import Architecture, OptimizerConfig
+from scrimp.errors import ConfigError
 from scrimp.models import EMBEDDING_WEIGHT
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
@@ -62,6 +64,37 @@ def trained(model: Model, name: str, lr: float, ratio: float, path: Path) -> tup
         optimizer.step(lr)
         optimizer.zero_grad()
     return found, optimizer
+
+
+def test_a_stage_without_the_embedding_numbers_the_other_groups_alike(tmp_path: Path) -> None:
+    """Checkpoints of a pipeline have one set of the groups' numbers."""
+    path = tmp_path / "own.py"
+    path.write_text("import torch\nOwn = torch.optim.AdamW\n", encoding="utf-8")
+    settings = dataclasses.replace(SETTINGS, name=f"{path}:Own", embedding_lr_ratio=RATIO)
+    whole = build_model(TIED).trained()
+    later = {name: one for name, one in whole.items() if name != EMBEDDING_WEIGHT}
+    with trusting(True):
+        first, second = (OwnOptimizer(named, settings) for named in (whole, later))
+    decays = [[group["weight_decay"] for group in one._inner.param_groups] for one in (first, second)]
+    assert decays == [[0.1, 0.0, 0.1], [0.1, 0.0]]
+
+
+def test_an_own_optimizer_that_makes_groups_of_its_own_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    text = """
+        import torch
+
+        class Own(torch.optim.SGD):
+            def __init__(self, params, lr):
+                super().__init__([one for group in params for one in group["params"]], lr=lr)
+    """
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    settings = dataclasses.replace(SETTINGS, name=f"{path}:Own", embedding_lr_ratio=RATIO)
+    parameters = build_model(TIED).trained()
+    with trusting(True):
+        OwnOptimizer(parameters, dataclasses.replace(settings, embedding_lr_ratio=1.0))
+        with pytest.raises(ConfigError, match="puts the embedding into a group with other parameters"):
+            OwnOptimizer(parameters, settings)
 
 
 @pytest.mark.parametrize("tied", [True, False])

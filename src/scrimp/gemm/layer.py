@@ -321,11 +321,9 @@ def backward(
         if total is None or layer.is_watched:
             grad_weight = product.made()
             _tell(layer, "wgrad", backend, (g, x), uses, grad_weight)
-        if total is not None and grad_weight is not None and not product.adds(total.dtype):
-            total.add_made(grad_weight)
-        elif total is not None:
-            total.add(product)
-        grad_weight = grad_weight if total is None else None
+        if total is not None:
+            total.add(product, grad_weight)
+            grad_weight = None
     return grad_x, grad_weight
 
 

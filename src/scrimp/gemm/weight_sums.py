@@ -129,8 +129,12 @@ class WeightSum(ABC):
         return _no_sum, ()
 
     @abstractmethod
-    def add(self, product: Product) -> None:
-        """The gradient of another micro-batch, by the product itself where it can."""
+    def add(self, product: Product, made: Tensor | None = None) -> None:
+        """The gradient of another micro-batch, by the product itself where it can.
+
+        Args:
+            made: the gradient apart, where somebody has asked for it.
+        """
 
     @abstractmethod
     def add_made(self, gradient: Tensor) -> None:
@@ -200,9 +204,13 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _is_right(device: torch.device, dtype: torch.dtype) -> bool:
     """By integers, of which every sum is exact in float32, and few in bf16, in the layout of wgrad."""
-    numbers = torch.arange(960 * 40, device=device)
-    g, x = numbers.remainder(7).view(960, 40), numbers.remainder(11)[: 960 * 24].view(960, 24)
-    total = torch.full((40, 24), 1.0 + 2.0**-7, device=device, dtype=dtype)
+    tokens, outputs, inputs = 8192, 40, 24  # so deep that a library may share the depth out
+    numbers = torch.arange(tokens * outputs, device=device)
+    g, x = (
+        numbers.remainder(7).view(tokens, outputs),
+        numbers.remainder(11)[: tokens * inputs].view(tokens, inputs),
+    )
+    total = torch.full((outputs, inputs), 1.0 + 2.0**-7, device=device, dtype=dtype)
     expected = (total.float() + g.float().t() @ x.float()).to(dtype)
     add_product(total, g.to(torch.bfloat16).t(), x.to(torch.bfloat16))
     return torch.equal(total, expected)

@@ -2,7 +2,8 @@
 
 Method   The class is made with `lr` and, where its constructor has parameters of these names, `weight_decay`, `betas`,
          `eps` and `momentum` of the settings, and `foreach=False`. Matrices are one group; all else is a second one,
-         without decay. Before each step `lr` of both groups is set by the schedule. It updates fp32 parameters, or
+         without decay; the embedding is one of its own where its rate is another (`optimizer.embedding_lr_ratio`).
+         Before each step `lr` of all groups is set by the schedule. It updates fp32 parameters, or
          fp32 masters of bf16 ones.
 State    Not known before the first step. Planning therefore takes two steps on tensors without memory: what they keep
          is the account's state, the peak of the second its update's. An optimizer that cannot take them (it reads
@@ -125,7 +126,9 @@ def made(settings: OptimizerConfig, targets: Mapping[str, Tensor]) -> torch.opti
             group["weight_decay"] = 0.0
     given = {name: v for name, v in options.items() if name in known and _fits(v, known[name].default)}
     try:
-        return kind([groups[key] for key in sorted(groups, reverse=True)], **given)  # type: ignore[arg-type]
+        # The embedding's last: stages of a pipeline that have none number the others alike.
+        order = sorted(groups, key=lambda key: (key[1] != 1, not key[0]))
+        return kind([groups[key] for key in order], **given)  # type: ignore[arg-type]
     except Exception as error:
         raise ConfigError(
             f"{KEY}: {settings.name} cannot be made",
@@ -209,7 +212,15 @@ class OwnOptimizer(Targets):
     def _set_rates(self, lr: float) -> None:
         names = {id(target): name for name, target in self._targets.items()}
         for group in self._inner.param_groups:
-            group["lr"] = self.relative_rate(names[id(group["params"][0])]) * lr
+            rates = {self.relative_rate(names[id(one)]) for one in group["params"] if id(one) in names}
+            if len(rates) > 1:
+                raise ConfigError(
+                    f"{KEY}: {self.name} puts the embedding into a group with other parameters",
+                    got=f"optimizer.embedding_lr_ratio {self._settings.embedding_lr_ratio:g}",
+                    expected="the groups that its constructor is given",
+                    do="leave optimizer.embedding_lr_ratio out, or keep the groups apart",
+                )
+            group["lr"] = max(rates, default=1.0) * lr
 
 
 def _fits(value: object, default: object) -> bool:

@@ -73,13 +73,14 @@ class SlotSum(WeightSum):
         self._slot, self._noise = slot, noise
         self._count = 0
 
-    def add(self, product: Product) -> None:
-        """The next gradient; the first is the sum."""
-        total = self._slot.sum
-        if total is None or not product.adds(total.dtype, self._count):
-            self.add_made(product.made(self.dtype if total is None else None))
+    def add(self, product: Product, made: Tensor | None = None) -> None:
+        """The next gradient, by its product where that can add itself; the first is the sum."""
+        if not product.adds(self.dtype, self._count):
+            self.add_made(product.made() if made is None else made)
+        elif self._slot.sum is None:
+            self.add_made(product.made(self.dtype))
         else:
-            product.add(total, self._next())
+            product.add(self._slot.sum, self._next())
 
     def add_made(self, gradient: Tensor) -> None:
         """The next gradient; the first is the sum."""

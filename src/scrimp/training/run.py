@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from scrimp.runtime.averaged_weights import AveragedWeights
 from scrimp.runtime.memory import PhaseEdges
 from scrimp.training.checkpoint import CheckpointStore
 from scrimp.training.memory.between_phases import MEASURING, cache_of, heap_of
+from scrimp.training.memory.kept_operands import without_operands
 from scrimp.training.metrics import MetricsLog
 from scrimp.training.plan_in_force import PlanInForce
 from scrimp.training.progress import StepLine
@@ -73,6 +75,8 @@ class Run:
             heap,
         )
         """Where training, evaluation and measuring begin and end."""
+        self.keeps_operands = self.decisions.memory.operands > 0
+        """Whether products keep their operands of weights over a step (`scrimp.training.memory.kept_operands`)."""
 
     @property
     def config(self) -> ResolvedConfig:
@@ -119,11 +123,23 @@ class Run:
 
     def change_blocks(self, plan: Plan, step: int) -> None:
         """Let blocks do from now on what another plan says; between two steps, or two attempts at this one."""
+        self.keeps_operands = False  # the plan was found without
         self.plans.change(plan)
         choices = runs_of(plan.placement.activations)
         reason = plan.blocks["0"].reason
         self.event("memory-replan", f"{reason}: {choices}", step=step)
         self.line.message(f"step {step}: {reason}; goes on with {choices}")
+
+    def give_up_operands(self, reason: str) -> None:
+        """Let each micro-batch quantize weights from now on; between two attempts at a step."""
+        memory, plan = self.decisions.memory, self.plans.plan
+        self.keeps_operands = False
+        less = memory.account.peak - without_operands(memory).account.peak
+        peak = (plan.predicted.peak_device_bytes or memory.account.peak) - less
+        predicted = dataclasses.replace(plan.predicted, peak_device_bytes=peak)
+        self.plans.change(dataclasses.replace(plan, predicted=predicted))
+        sentence = f"{reason}: weights are quantized in each micro-batch from now on"
+        self.tell("weight-operands", sentence, step=self.step + 1)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

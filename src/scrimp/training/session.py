@@ -49,6 +49,7 @@ from scrimp.training.guards import StopSignals
 from scrimp.training.loop import Trainer
 from scrimp.training.memory.decide import decision_of
 from scrimp.training.memory.host_room import left_of_budget, take_host_room
+from scrimp.training.memory.kept_operands import with_kept_operands
 from scrimp.training.memory.limits import device_limit, refuse_beyond_memory
 from scrimp.training.memory.oom import is_out_of_memory
 from scrimp.training.metrics import MetricsLog
@@ -279,7 +280,8 @@ def _carried_on(saved: Plan, start: Start) -> Decisions:
     copy = memory.costs.checkpoint_copy
     refuse_beyond_memory(memory, config, device, copy)
     machine = dataclasses.replace(memory.machine, device_bytes=device_limit(config, device, copy))
-    decisions = decisions.with_memory(dataclasses.replace(memory, machine=machine))
+    memory = with_kept_operands(dataclasses.replace(memory, machine=machine), config, device)
+    decisions = decisions.with_memory(memory)
     # Its seconds were not measured here.
     predicted = dataclasses.replace(decisions.plan.predicted, step_seconds=None)
     return dataclasses.replace(decisions, plan=dataclasses.replace(plan, predicted=predicted))

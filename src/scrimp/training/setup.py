@@ -405,7 +405,7 @@ def _plan_for(
         refuse_unreachable_share(config, architecture, pinned)
         refuse_unreachable_bytes(config, architecture)
     config, memory = decide_micro_batch(device, config, architecture, reasons)
-    memory = with_kept_operands(memory, config)
+    memory = with_kept_operands(memory, config, device)
     decisions = _decisions(device, asked, config, architecture, reasons, memory)
     plan = json.loads(decisions.plan.to_json())
     device.world.agree("the plan of the run", plan, do="give all ranks the same settings")

@@ -68,7 +68,6 @@ class Stepper:
         self._lr = Schedule.build(run.config)
         self._trouble = MemoryTrouble(run.decisions, run.executable)
         self.guard = NonFiniteGuard(run.train.nonfinite_patience, run.decisions.world)
-        self._keeps_operands = run.decisions.memory.keeps_operands
         self.is_updating = False
         """Whether an update was broken off: what is there must not be kept."""
         self.ran_out_of_memory = False
@@ -135,7 +134,7 @@ class Stepper:
                 run.decisions.world.meeting_elsewhere(),
                 self._proof.around(len(batches)),
                 adding(len(batches) > 1 and run.executable.stages is None),
-                keeping(len(batches) > 1 and self._keeps_operands),
+                keeping(len(batches) > 1 and run.keeps_operands),
             ):
                 return run_passes(
                     run.executable, batches, num_targets, step=run.step, first_row=run.first_row
@@ -161,11 +160,9 @@ class Stepper:
         run.optimizer.zero_grad()
         if run.executable.device.type == "cuda":
             torch.cuda.empty_cache()
-        if self._keeps_operands:
-            self._keeps_operands, self.ran_out_of_memory = False, True
-            reason = f"out of memory in step {run.step + 1:,}: weights are quantized in each micro-batch from now on"
-            run.event("memory-replan", reason, step=run.step + 1)
-            run.line.message(reason)
+        if run.keeps_operands and not isinstance(trouble, ArenaTooSmallError):
+            self.ran_out_of_memory = True
+            run.give_up_operands(f"out of memory in step {run.step + 1:,}")
             return
         plan = self._trouble.plan_of_less(run.plans.plan, run.step + 1, trouble)
         if plan is None:

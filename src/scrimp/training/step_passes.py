@@ -37,7 +37,9 @@ def record_passes(run: Run, seconds: float | None) -> None:
     """
     decisions = run.decisions
     card = None if decisions.world.size > 1 else known_name(decisions.device)
-    passes = None if card is None else passes_on(decisions, run.plans.plan, load_hardware(card))
+    passes = None
+    if card is not None:
+        passes = passes_on(decisions, run.plans.plan, load_hardware(card), keeps_operands=run.keeps_operands)
     if passes is None:
         return
     rows = [
@@ -46,11 +48,14 @@ def record_passes(run: Run, seconds: float | None) -> None:
     run.event(EVENT, f"predicted for {card}", card=card, measured_seconds=seconds, passes=rows)
 
 
-def passes_on(decisions: Decisions, plan: Plan, cluster: Cluster) -> list[Above] | None:
+def passes_on(
+    decisions: Decisions, plan: Plan, cluster: Cluster, *, keeps_operands: bool = False
+) -> list[Above] | None:
     """The passes of a run's step on a card, those first that take most above their floor; None: it has no account.
 
     Args:
         plan: in force.
+        keeps_operands: weights are quantized once for all micro-batches.
     """
     config = decisions.config
     recipes = {recipe for layer, one in plan.gemms.items() if layer != HEAD for recipe in one.recipes}
@@ -60,7 +65,7 @@ def passes_on(decisions: Decisions, plan: Plan, cluster: Cluster) -> list[Above]
         return None
     program = dataclasses.replace(setting.software, bytes_per_logit=LOSS_BYTES)
     try:
-        return above_floor(dataclasses.replace(setting, software=program))
+        return above_floor(dataclasses.replace(setting, software=program, keeps_operands=keeps_operands))
     except PlanError:
         return None
 
@@ -70,5 +75,4 @@ def _setting(decisions: Decisions, plan: Plan, cluster: Cluster) -> Setting | No
     setting = step_of_run(decisions.config, decisions.architecture, cluster, plan.placement.activations)
     if setting is None or len(set(setting.blocks)) > 1 or setting.blocks[0].offload:
         return None
-    recompute, keeps = setting.blocks[0].recompute, decisions.memory.keeps_operands
-    return dataclasses.replace(setting, blocks=(), recompute=recompute, keeps_operands=keeps)
+    return dataclasses.replace(setting, blocks=(), recompute=setting.blocks[0].recompute)

@@ -49,6 +49,7 @@ from scrimp.training.run_folder import CHECKPOINTS, CONFIG, TOKENIZER, run_of, s
 from scrimp.training.run_record import checked_record, read_record
 from scrimp.training.run_state import RunState, read_state
 from scrimp.training.tensor_files import is_finite, not_finite
+from scrimp.user_code import is_code
 
 MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."
 _OF_STATES = (
@@ -61,6 +62,8 @@ _OF_STATES = (
 """Settings that say which states an optimizer keeps."""
 _OF_AVERAGE = "optimizer.beta1"
 """The one that says which average of the weights they are of."""
+_OF_GROUPS = "optimizer.embedding_lr_ratio"
+"""The one that says which groups the user's own optimizer has."""
 
 
 def is_run(folder: Path) -> bool:
@@ -317,6 +320,7 @@ def refuse_states_of_others(config: Config, before: Config, whose: str) -> None:
     """
     now, then = flatten(config), flatten(before)
     keys = (*_OF_STATES, _OF_AVERAGE) if facts_of(config.optimizer.name).averages else _OF_STATES
+    keys = (*keys, _OF_GROUPS) if is_code(config.optimizer.name) else keys
     others = [f"{key} = {now[key]} (the run has {then[key]})" for key in keys if now[key] != then[key]]
     if others:
         raise ConfigError(

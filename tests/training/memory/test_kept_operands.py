@@ -11,11 +11,12 @@ import torch
 from tiny_run import flags, losses, records, write_corpus
 
 from scrimp.cli import main
-from scrimp.config import Config, ModelConfig, TrainConfig
+from scrimp.config import Config, MemoryConfig, ModelConfig, SnipConfig, TrainConfig
 from scrimp.planner import Plan
-from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.training import step as training_step
-from scrimp.training.memory.kept_operands import with_kept_operands
+from scrimp.training.memory import limits
+from scrimp.training.memory.kept_operands import with_kept_operands, without_operands
+from scrimp.training.memory.limits import arena_on_cpu
 from scrimp.training.setup import Decisions, decide
 
 CONFIG = Config(
@@ -33,46 +34,61 @@ def decided() -> Decisions:
     return decide(CONFIG)
 
 
-def without(memory: MemoryDecision, nbytes: int) -> MemoryDecision:
-    costs = dataclasses.replace(memory.costs, resident=memory.costs.resident - nbytes)
-    account = dataclasses.replace(
-        memory.account,
-        moment=dataclasses.replace(memory.account.moment, bytes=memory.account.peak - nbytes),
-    )
-    return dataclasses.replace(memory, costs=costs, account=account, keeps_operands=False)
-
-
-def operand_bytes(memory: MemoryDecision) -> int:
-    return sum(memory.costs.classes[kind].operands for kind in memory.costs.blocks)
-
-
 def test_they_are_kept_where_they_fit(decided: Decisions) -> None:
-    memory, config = decided.memory, decided.config
-    assert memory.keeps_operands
-    nbytes = operand_bytes(memory)
+    memory, config, device = decided.memory, decided.config, decided.device
     weights = sum(memory.costs.classes[kind].weights for kind in memory.costs.blocks)
     # Two operands of every linear layer, each in values of 2 or 4 bytes; weights have 2.
-    assert 1.9 * weights < nbytes < 4.1 * weights
-    bare = without(memory, nbytes)
-    assert with_kept_operands(bare, config) == memory
-    for room, expected in ((0, True), (-1, False)):
+    assert 1.9 * weights < memory.operands < 4.1 * weights
+    bare = without_operands(memory)
+    assert bare.operands == 0
+    assert 0 < memory.account.peak - bare.account.peak <= memory.operands
+    assert with_kept_operands(bare, config, device) == memory
+    for room, expected in ((0, memory.operands), (-1, 0)):
         machine = dataclasses.replace(memory.machine, device_bytes=memory.account.peak + room)
-        assert (
-            with_kept_operands(dataclasses.replace(bare, machine=machine), config).keeps_operands is expected
-        )
+        narrow = dataclasses.replace(bare, machine=machine)
+        assert with_kept_operands(narrow, config, device).operands == expected
+
+
+def test_those_of_a_quantized_head_count_too(decided: Decisions) -> None:
+    head = decide(dataclasses.replace(CONFIG, precision="fp8,head=fp8"))
+    more = head.memory.operands - decided.memory.operands
+    numbers = head.architecture.vocab_size * head.architecture.width
+    assert 4 * numbers <= more <= 8.2 * numbers
+
+
+def test_where_formats_are_planned_those_of_the_largest_count() -> None:
+    most = decide(dataclasses.replace(CONFIG, precision="fp8")).memory.operands
+    planned = dataclasses.replace(CONFIG, precision="snip", snip=SnipConfig(formats="fp8,nvfp4"))
+    assert decide(planned).memory.operands >= most
+    pinned = decide(dataclasses.replace(planned, precision="snip,*.down=fp8"))
+    assert pinned.memory.operands >= most
 
 
 def test_where_they_are_not_kept(decided: Decisions) -> None:
-    bare, config = without(decided.memory, operand_bytes(decided.memory)), decided.config
+    bare, config, device = without_operands(decided.memory), decided.config, decided.device
     whole = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch=8))
     assert whole.micro_batches == 1
     layout = dataclasses.replace(config.layout, fsdp=2)
     for other in (whole, dataclasses.replace(config, layout=layout)):
-        assert not with_kept_operands(bare, other).keeps_operands
+        assert not with_kept_operands(bare, other, device).operands
     states = dataclasses.replace(bare.placement.states, weights=(True, False, False))
     placement = dataclasses.replace(bare.placement, states=states)
-    assert not with_kept_operands(dataclasses.replace(bare, placement=placement), config).keeps_operands
-    assert not decide(dataclasses.replace(CONFIG, precision="bf16")).memory.keeps_operands
+    assert not with_kept_operands(dataclasses.replace(bare, placement=placement), config, device).operands
+    assert not decide(dataclasses.replace(CONFIG, precision="bf16")).memory.operands
+
+
+def test_the_one_memory_of_a_cpu_has_room_for_them_and_for_what_waits_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = MemoryConfig(activations="block+offload")
+    found = decide(dataclasses.replace(CONFIG, memory=memory))
+    assert found.memory.operands
+    arena = arena_on_cpu(found.config, found.memory.account.host_peak)
+    bare = without_operands(found.memory)
+    for free, kept in ((0, True), (-1, False)):
+        room = found.memory.account.peak + arena + free
+        monkeypatch.setattr(limits, "_free", lambda device, room=room: room)
+        assert bool(with_kept_operands(bare, found.config, found.device).operands) is kept
 
 
 def test_a_run_has_the_same_losses_and_the_predicted_peak(
@@ -85,7 +101,7 @@ def test_a_run_has_the_same_losses_and_the_predicted_peak(
     assert plan.measured is not None
     # Of a model this small the loss takes some kilobytes that are not foreseen.
     assert plan.measured.peak_device_bytes == pytest.approx(plan.predicted.peak_device_bytes, rel=0.03)
-    monkeypatch.setattr("scrimp.training.setup.with_kept_operands", lambda memory, config: memory)
+    monkeypatch.setattr("scrimp.training.setup.with_kept_operands", lambda memory, *_: memory)
     assert main(flags(corpus, tmp_path / "apart", *STEPS, *WIDE)) == 0
     assert losses(tmp_path / "apart") == losses(tmp_path / "kept")
     apart = Plan.read(tmp_path / "apart" / "plan.json")
@@ -109,8 +125,10 @@ def test_a_step_that_runs_out_of_memory_is_taken_again_without_them(
     assert main(flags(corpus, tmp_path / "short", *STEPS)) == 0
     assert failed == [3]
     assert losses(tmp_path / "short") == losses(tmp_path / "free")
-    found = [one for one in records(tmp_path / "short", "events.jsonl") if one["kind"] == "memory-replan"]
+    found = [one for one in records(tmp_path / "short", "events.jsonl") if one["kind"] == "weight-operands"]
     assert [one["reason"] for one in found] == [
         "out of memory in step 4: weights are quantized in each micro-batch from now on"
     ]
-    assert Plan.read(tmp_path / "short" / "plan.json").blocks["0"].activations == "keep"
+    plans = [Plan.read(tmp_path / name / "plan.json") for name in ("short", "free")]
+    assert plans[0].predicted.peak_device_bytes < plans[1].predicted.peak_device_bytes
+    assert plans[0].blocks == plans[1].blocks

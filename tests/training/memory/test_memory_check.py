@@ -11,6 +11,7 @@ from scrimp.config import BudgetConfig, Config, ModelConfig, TrainConfig
 from scrimp.planner import Plan
 from scrimp.planner.memory.account import StepAccount, account_step
 from scrimp.training.memory.check import STEPS, WARM_UP, Comparison, MemoryCheck
+from scrimp.training.memory.kept_operands import with_kept_operands
 from scrimp.training.setup import Decisions, decide
 
 GIVEN = Config(
@@ -68,6 +69,29 @@ def test_a_plan_that_turns_out_too_large_is_made_anew_and_smaller(found: Decisio
     assert f"after step {COUNT}" in comparison.plan.blocks["0"].reason
     account = account_of(found, comparison.plan)
     assert_figures_follow(found.plan, found.memory.account, comparison.plan, account)
+
+
+@pytest.mark.slow
+def test_kept_operands_go_before_blocks_do_more(found: Decisions) -> None:
+    """A step that took more than there is, by less than they take."""
+    nbytes, machine = 2**23, found.memory.machine
+    memory = dataclasses.replace(
+        found.memory,
+        costs=dataclasses.replace(found.memory.costs, operands=nbytes),
+        machine=dataclasses.replace(machine, device_bytes=machine.device_bytes + nbytes),
+    )
+    two = dataclasses.replace(found.config.train, micro_batch=found.config.train.micro_batch // 2)
+    memory = with_kept_operands(memory, dataclasses.replace(found.config, train=two), found.device)
+    assert memory.operands == nbytes
+    predicted = dataclasses.replace(found.plan.predicted, peak_device_bytes=memory.account.peak)
+    plan = dataclasses.replace(found.plan, predicted=predicted)
+    seconds, peak = [predicted.step_seconds or 0.0] * COUNT, memory.machine.device_bytes + nbytes // 2
+    comparison = MemoryCheck(memory, ENOUGH).after_step(plan, COUNT, seconds, peak)
+    assert comparison is not None
+    assert comparison.plan is not None
+    before, after = plan.placement, comparison.plan.placement
+    assert after == before
+    assert comparison.plan.predicted.peak_device_bytes == found.memory.account.peak
 
 
 def account_of(found: Decisions, plan: Plan) -> StepAccount:

@@ -79,8 +79,6 @@ class BlockClass:
     """Temporary memory of the norm of one of its gradients."""
     norms: int = 0
     """Bytes of the norms themselves, which stay on the device where the gradients leave."""
-    operands: int = 0
-    """Of its weights, where products keep them over the micro-batches of a step (`scrimp.gemm.weight_operands`)."""
 
     @property
     def trained(self) -> int:
@@ -152,6 +150,9 @@ class StepCosts:
     """The part of `resident` that ends with the backward pass: RoPE tables, a mask."""
     is_shared: bool = False
     """Whether these are the costs of one of several ranks: its parts of states, and seconds without communication."""
+    operands: int = 0
+    """Bytes of all weights as operands, which products may keep over the micro-batches of a step
+    (`scrimp.gemm.weight_operands`)."""
     seconds_origin: Origin | None = None
     """Where the seconds of blocks come from; None: nobody asked for them."""
 

@@ -29,9 +29,9 @@ class MemoryDecision:
     """Predicted peak on the device of each rank of a pipeline; the account is that of the largest."""
     is_exact: bool = False
     """Whether no activations with less computing fit beside its states, as far as the search knows."""
-    keeps_operands: bool = False
-    """Whether products keep the operands that they make of weights over a step (`scrimp.gemm.weight_operands`); then
-    `costs.resident` has them."""
+    operands: int = 0
+    """Bytes of weights as operands that products keep over the micro-batches of a step; they are in the account, and in
+    no search. 0: none are kept."""
 
     @cached_property
     def timeline(self) -> Timeline:

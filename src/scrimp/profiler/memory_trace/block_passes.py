@@ -8,7 +8,7 @@ the chain adds are marks: where backward reaches the block and where it leaves i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -46,14 +46,18 @@ class EndsTrace:
     embedding_peak: int
 
 
-def weight_operands(block: nn.Module, compute: torch.dtype) -> list[Any]:
-    """What fprop and dgrad of a block's planned layers keep of their weights over the micro-batches of a step."""
-    found = []
+def planned_weights(block: nn.Module) -> Iterator[tuple[PlannedLayer, Tensor]]:
+    """The layers of a block whose operands can be kept, with their weights: no experts, no codes of frozen weights."""
     for module in block.modules():
         layer, weight = getattr(module, "planned", None), cast(Tensor, getattr(module, "weight", None))
-        # An expert's are not kept, nor codes of frozen weights.
-        if not isinstance(layer, PlannedLayer) or layer.members or isinstance(weight, StoredWeight):
-            continue
+        if isinstance(layer, PlannedLayer) and not layer.members and not isinstance(weight, StoredWeight):
+            yield layer, weight
+
+
+def weight_operands(planned: Iterable[tuple[PlannedLayer, Tensor]], compute: torch.dtype) -> list[Any]:
+    """What fprop and dgrad of layers keep of their weights over the micro-batches of a step."""
+    found = []
+    for layer, weight in planned:
         for gemm in ("fprop", "dgrad"):
             recipe, use = layer.precision.gemm(gemm), layer.uses(gemm, layer.clock.now)[1]
             if is_kept(use):

@@ -49,6 +49,7 @@ from scrimp.profiler.memory_trace.block_passes import (
     Autocast,
     BlockTrace,
     gradients_of,
+    planned_weights,
     trace_block,
     trace_ends,
     weight_operands,
@@ -188,6 +189,9 @@ class TracedStep:
                 for block, kind in zip(model.each_block(), classes, strict=True)
             )
             boundary, tables = self._stream().nbytes, self._table_bytes(model)
+            operands = [self._operand_bytes(block, planned_weights(block)) for block in model.each_block()]
+            if model.planned_head is not None:
+                operands.append(self._operand_bytes(model, [(model.planned_head, model.head_weight)]))
         # Tokens, targets, numbers of the loss.
         batch = batch_bytes(*self.shape) + self._scalars(LOSS_SCALARS)
         return StepCosts(
@@ -199,6 +203,7 @@ class TracedStep:
             norm_peak=norm_peak,
             resident=batch + tables,
             tables=tables,
+            operands=sum(operands[classes.index(plan)] for plan in plans) + sum(operands[len(classes) :]),
         )
 
     @property
@@ -276,12 +281,12 @@ class TracedStep:
             update_peak=self._update_peak(trained),
             norm_peak=max((self._norm_peak([parameter]) for parameter in trained.values()), default=0),
             norms=sum(self._scalars(1) for _ in trained),
-            operands=self._operand_bytes(block),
         )
 
-    def _operand_bytes(self, block: Block) -> int:
+    def _operand_bytes(self, block: nn.Module, planned: Iterable[tuple[PlannedLayer, Tensor]]) -> int:
+        """Of a block, or of what is none."""
         with self._tracing(block, exist=False) as tracker:
-            before, kept = tracker.live, weight_operands(block, DTYPES[self.precision])
+            before, kept = tracker.live, weight_operands(planned, DTYPES[self.precision])
             return tracker.live - before if kept else 0
 
     def _learn(self, block: Block, kind: _Class, choice: Activations) -> None:

@@ -23,6 +23,7 @@ from scrimp.planner.memory.decision import MemoryDecision
 from scrimp.planner.memory.search import find
 from scrimp.planner.memory.search_space import Split
 from scrimp.report.units import format_bytes, format_duration, format_percent
+from scrimp.training.memory.kept_operands import without_operands
 from scrimp.training.memory.replan import replanned
 from scrimp.world import ALONE, World
 
@@ -83,10 +84,13 @@ class MemoryCheck:
             return None
         now = corrected(memory, seconds=measured.step_seconds, device_bytes=measured.peak_device_bytes)
         machine = dataclasses.replace(now.machine, host_bytes=self._host_bytes)
+        bare = without_operands(now)
         better = find(now.costs, machine, now.setup, Split.of(now.placement.states))
-        if better is None or better.placement == now.placement:
-            return None
-        if now.fits and better.seconds > (1 - GAIN) * now.seconds:
+        if better is not None and (
+            better.placement == now.placement or (bare.fits and better.seconds > (1 - GAIN) * now.seconds)
+        ):
+            better = bare if bare.fits and not now.fits else None
+        if better is None:
             return None
         reason = (
             f"planned anew after step {step:,}: a step took {format_duration(measured.step_seconds or 0.0)}"

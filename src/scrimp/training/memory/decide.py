@@ -400,7 +400,8 @@ def _traced(
         bases = [rules.with_base(name) for name in names]
     with said_if_slow("tracing the model ..."):
         found = [_traced_base(config, architecture, device, choices, base) for base in bases]
-    most = _with_objective(_with_batches(max(found, key=_most), config, device), config)
+    most = dataclasses.replace(max(found, key=_most), operands=max(one.operands for one in found))
+    most = _with_objective(_with_batches(most, config, device), config)
     if config.layout.pp > 1:
         return most
     costs = with_outer(shared(most, config), config)
