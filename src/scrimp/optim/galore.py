@@ -3,8 +3,8 @@
 Problem  Adam's two averages take twice the memory of fp32 weights: half of what plain training keeps.
 Method   `scrimp.optim.low_rank` for each of the blocks' matrices, whose averages are those of a projection of rank
          `rank` on the gradient's own directions, found anew in every `refresh_every`-th update; Fira adds what the
-         projection leaves out. AdamW (`scrimp.optim.adamw`) for embedding, head, norms and biases, at the same rate (the
-         embedding's: `optimizer.embedding_lr_ratio`).
+         projection leaves out. AdamW (`scrimp.optim.adamw`) for embedding, head, norms and biases, at the same rate
+         (the embedding at its own: `optimizer.embedding_lr_ratio`).
 Bytes    Of a map of m x n, m <= n, with rank r < m, in fp32::
 
              4 (m r + 2 r n)      P, M and V; of Fira 4 more               in place of AdamW's 4 * 2 m n
