@@ -10,8 +10,8 @@ Method   That of torch.optim.Muon for the blocks' matrices, g the gradient, B it
          AdamW (`scrimp.optim.adamw`) for embedding, head, norms and biases: the first two are tables whose rows move
          alone, the others no matrices.
 Rate     One `optimizer.lr` for both, `optimizer.embedding_lr_ratio` times it for the embedding. O has a root mean
-         square of 1 / sqrt(max(rows, columns)), AdamW's updates have one of 0.2 to 0.4: with the factor above ("match_rms_adamw") a learning rate and a weight decay that suit AdamW
-         suit Muon.
+         square of 1 / sqrt(max(rows, columns)), AdamW's updates have one of 0.2 to 0.4: with the factor above
+         ("match_rms_adamw") a learning rate and a weight decay that suit AdamW suit Muon.
 Parts    A matrix in which several maps of the same input are stacked (q, k and v; gate and up) is cut into these, each
          orthogonalised and scaled alone. Together, the maps with the large gradients would decide how far the others
          move; Jordan reports that Q, K and V apart train better, and the models that Muon was tuned on keep gate and
