@@ -21,7 +21,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 demo: install
-	$(BIN)/scrimp train --precision snip --optimizer.name muon --train.batch-tokens 2048 --train.steps 200
+	$(BIN)/scrimp train --precision snip --optimizer.name muon --train.batch-tokens 2048 --train.steps 110
 
 check:
 	$(MAKE) --jobs=2 --output-sync lint types imports

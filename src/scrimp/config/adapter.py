@@ -102,8 +102,8 @@ def _beside(config: Config) -> list[tuple[str, str]]:
     whole = optimizer.name == "muon" or facts_of(optimizer.name).low_rank
     refused += [("optimizer.name", optimizer.name)] * whole
     refused += [("optimizer.from_weights", "true")] * optimizer.from_weights
-    ratio = optimizer.embedding_lr_ratio
-    refused += [("optimizer.embedding_lr_ratio", f"{ratio:g}")] * (ratio != 1)  # it is not trained
+    ratio = optimizer.embedding_lr_ratio  # of what is not trained
+    refused += [("optimizer.embedding_lr_ratio", str(ratio))] * (ratio not in (None, 1))
     refused += [("optimizer.master_weights", "true")] * bool(optimizer.master_weights)
     refused += off_device(config.memory)
     return refused

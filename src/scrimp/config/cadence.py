@@ -7,6 +7,10 @@ lr                   min(3e-3, 0.8 / width): Adam's stable rate falls as one ove
                      2405.09673). The same for
                      Muon, whose updates are scaled to the size of AdamW's (arXiv 2502.16982). Divided by
                      low_rank_scale for GaLore and Fira, whose matrices move by that factor of it.
+embedding_lr_ratio   4 where the embedding is the head too, or beside Muon; from trained weights 1, and for
+                     GaLore and Fira, whose lr is the embedding's already. Measured in short runs of small
+                     models (docs/optimizers.md); that the embedding's rate should not fall with the width is
+                     Yang et al.'s (arXiv 2203.03466).
 warmup_steps         a twentieth of the run, at most 2,000, at least 1.
 eval_every           ten evaluations a run, the one at the end included; fewer where each would have less than
                      one step's tokens.
@@ -26,11 +30,14 @@ from scrimp.config.batches import largest_divisor
 from scrimp.config.optimizers import facts_of
 from scrimp.config.schema import Config, Decision, TrainConfig, decided
 from scrimp.errors import ConfigError
+from scrimp.user_code import is_code
 
 _FORWARD_SHARE = 1 / 3
 """FLOPs of a token that is evaluated, of those of a token that is trained on."""
 _EVALUATION_SHARE = 0.03
 """Most of a run's FLOPs that evaluations take, where the user leaves them to Scrimp."""
+EMBEDDING_LR_RATIO = 4.0
+"""What the embedding's learning rate is of the others', where it is another."""
 _EVALUATIONS, _EVALUATION_STEPS = 10, 4
 """Most evaluations of a run, and most tokens of one, in steps' tokens, where both are left to Scrimp."""
 
@@ -48,6 +55,23 @@ def decide_lr(config: Config, architecture: Architecture) -> Decision:
     if facts_of(config.optimizer.name).low_rank:
         lr, reason = lr / config.optimizer.low_rank_scale, f"{reason}, by optimizer.low_rank_scale"
     return float(f"{min(lr, 1.0):.3g}"), reason
+
+
+def decide_embedding_lr_ratio(config: Config, architecture: Architecture) -> Decision:
+    """The embedding's learning rate as a multiple of the others'."""
+    name = config.optimizer.name
+    if config.adapter.rank:
+        return 1.0, "the embedding is not trained"
+    if config.model.weights is not None and not config.optimizer.from_weights:
+        return 1.0, "from trained weights all parameters have one rate"
+    if is_code(name):
+        return 1.0, "optimizers of your own have one rate"
+    if facts_of(name).low_rank:
+        return 1.0, "optimizer.lr is the embedding's rate; matrices move by optimizer.low_rank_scale of it"
+    if name == "muon" or architecture.tied_embeddings:
+        why = "beside Muon" if name == "muon" else "of an embedding that is the head too"
+        return EMBEDDING_LR_RATIO, f"the better one in short runs of small models, {why}"
+    return 1.0, "the head is a matrix of its own"
 
 
 def decide_warmup_steps(steps: int) -> Decision:
@@ -110,7 +134,7 @@ def check(config: Config) -> None:
             do="lower schedule.warmup_steps, or leave it out",
         )
     lr, decay = config.optimizer.lr or 0.0, config.optimizer.weight_decay
-    ratio = max(1.0, config.optimizer.embedding_lr_ratio)
+    ratio = max(1.0, config.optimizer.embedding_lr_ratio or 1.0)
     if lr * ratio * decay >= 1:
         of_embedding = f" x optimizer.embedding_lr_ratio {ratio:g}" if ratio > 1 else ""
         raise ConfigError(

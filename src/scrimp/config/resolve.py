@@ -191,6 +191,8 @@ def _with_cadence(config: Config, architecture: Architecture, decide: Decide) ->
     config = decide(config, "schedule.name", lambda: decide_schedule(config))
     check_schedule_free(config)
     config = decide(config, "optimizer.lr", lambda: cadence.decide_lr(config, architecture))
+    ratio = "optimizer.embedding_lr_ratio"
+    config = decide(config, ratio, lambda: cadence.decide_embedding_lr_ratio(config, architecture))
     config = decide(config, "schedule.warmup_steps", lambda: cadence.decide_warmup_steps(config.train.steps))
     config = decide(config, "evaluation.every", lambda: cadence.decide_eval_every(config))
     config = decide(config, "evaluation.tokens", lambda: cadence.decide_eval_tokens(config))
@@ -212,6 +214,8 @@ def _with_plans(config: Config, decide: Decide) -> Config:
 
 def with_later_choices(saved: Config) -> Config:
     """A configuration that a run was saved with, its choices that Scrimp did not have then made as it did."""
+    if saved.optimizer.embedding_lr_ratio is None:
+        saved = replace_values(saved, {"optimizer.embedding_lr_ratio": 1.0})
     if saved.optimizer.moments == "auto" and saved.train.parameters != "auto":
         return replace_values(saved, {"optimizer.moments": _moments(saved)[0]})
     return saved

@@ -46,6 +46,7 @@ class ResolvedOptimizer(OptimizerConfig):
     """The optimizer."""
 
     lr: float
+    embedding_lr_ratio: float
     master_weights: bool
 
 

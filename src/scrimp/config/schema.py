@@ -216,8 +216,9 @@ class OptimizerConfig:
     lr: float | None = None
     """Peak learning rate. Unset: min(3e-3, 0.8 / width), a tenth of that from model.weights, but for those whose
     optimizer's states go over too (from_weights)."""
-    embedding_lr_ratio: float = 1.0
-    """Learning rate of the token embedding, tied with the head or not, as a multiple of lr."""
+    embedding_lr_ratio: float | None = None
+    """Learning rate of the token embedding as a multiple of lr. Unset: 4 from random weights where it is the head too,
+    or beside Muon; else 1."""
     weight_decay: float = 0.1
     """Decoupled decay, on matrices only."""
     beta1: float = 0.9

@@ -320,7 +320,7 @@ class Targets(ABC):
 
 def relative_rate(settings: OptimizerConfig, name: str) -> float:
     """Learning rate of a parameter as a multiple of `optimizer.lr`."""
-    return settings.embedding_lr_ratio if name == EMBEDDING_WEIGHT else 1.0
+    return (settings.embedding_lr_ratio or 1.0) if name == EMBEDDING_WEIGHT else 1.0
 
 
 def _is_shared(parameter: Tensor) -> bool:
