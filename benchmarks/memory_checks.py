@@ -22,7 +22,7 @@ ALLOWANCE_BYTES = 64 << 20
 """A prediction says "fits" falsely where the measured peak passes it by more. The bytes are for cuBLAS's workspaces, of
 32 MiB each, which come from CUDA's allocator and which no prediction counts; on a CPU there are none."""
 WARM_UP_STEPS = 5
-REPLANS = ("memory-replan",)
+REPLANS = ("memory-replan", "weight-operands")
 """Events of a run that did not keep to its first plan."""
 
 

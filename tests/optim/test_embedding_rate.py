@@ -21,7 +21,7 @@ from scrimp.optim.adamw import AdamW
 from scrimp.optim.galore import GaLore
 from scrimp.optim.muon import Muon
 from scrimp.optim.nadamw import NAdamW
-from scrimp.optim.own import OwnOptimizer
+from scrimp.optim.own import OwnOptimizer, memory
 from scrimp.optim.schedule_free import ScheduleFree
 from scrimp.optim.targets import Targets
 from scrimp.user_code import trusting
@@ -93,8 +93,9 @@ def test_an_own_optimizer_that_makes_groups_of_its_own_is_refused(tmp_path: Path
     parameters = build_model(TIED).trained()
     with trusting(True):
         OwnOptimizer(parameters, dataclasses.replace(settings, embedding_lr_ratio=1.0))
-        with pytest.raises(ConfigError, match="puts the embedding into a group with other parameters"):
-            OwnOptimizer(parameters, settings)
+        for make in (lambda: OwnOptimizer(parameters, settings), lambda: memory(TIED, settings, "fp32")):
+            with pytest.raises(ConfigError, match="puts the embedding into a group with other parameters"):
+                make()
 
 
 @pytest.mark.parametrize("tied", [True, False])

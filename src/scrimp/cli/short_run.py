@@ -60,7 +60,7 @@ def short_run(words: Sequence[str], ranks: int, steps: int, folder: Path) -> tup
     found = _seconds(run)
     text = log.read_text(encoding="utf-8", errors="replace")
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-    if any(one.get("kind") == "memory-replan" for one in _lines(run / "events.jsonl")):
+    if any(one.get("kind") in ("memory-replan", "weight-operands") for one in _lines(run / "events.jsonl")):
         return Failure.MEMORY, "the run went on with a plan that takes less memory"
     if len(found) >= steps:
         return statistics.median(found[1:] or found), last

@@ -7,10 +7,10 @@ lr                   min(3e-3, 0.8 / width): Adam's stable rate falls as one ove
                      2405.09673). The same for
                      Muon, whose updates are scaled to the size of AdamW's (arXiv 2502.16982). Divided by
                      low_rank_scale for GaLore and Fira, whose matrices move by that factor of it.
-embedding_lr_ratio   4 where the embedding is the head too, or beside Muon; from trained weights 1, and for
-                     GaLore and Fira, whose lr is the embedding's already. Measured in short runs of small
-                     models (docs/optimizers.md); that the embedding's rate should not fall with the width is
-                     Yang et al.'s (arXiv 2203.03466).
+embedding_lr_ratio   4 from random weights where the embedding is the head too, or with Muon; else 1, as for
+                     GaLore and Fira, whose lr is the embedding's already. With a run's optimizer's states that
+                     run's. Measured in short runs of small models (docs/optimizers.md). The rate of embeddings
+                     should not fall with the width, that of matrices should (Yang et al., arXiv 2203.03466).
 warmup_steps         a twentieth of the run, at most 2,000, at least 1.
 eval_every           ten evaluations a run, the one at the end included; fewer where each would have less than
                      one step's tokens.
@@ -59,19 +59,21 @@ def decide_lr(config: Config, architecture: Architecture) -> Decision:
 
 def decide_embedding_lr_ratio(config: Config, architecture: Architecture) -> Decision:
     """The embedding's learning rate as a multiple of the others'."""
-    name = config.optimizer.name
+    name, settings = config.optimizer.name, config.optimizer
     if config.adapter.rank:
         return 1.0, "the embedding is not trained"
-    if config.model.weights is not None and not config.optimizer.from_weights:
-        return 1.0, "from trained weights all parameters have one rate"
+    if config.model.weights is not None:
+        return 1.0, "all parameters have one rate from trained weights"
     if is_code(name):
-        return 1.0, "optimizers of your own have one rate"
+        return 1.0, "an optimizer of your own has one rate unless another is set"
     if facts_of(name).low_rank:
-        return 1.0, "optimizer.lr is the embedding's rate; matrices move by optimizer.low_rank_scale of it"
-    if name == "muon" or architecture.tied_embeddings:
-        why = "beside Muon" if name == "muon" else "of an embedding that is the head too"
-        return EMBEDDING_LR_RATIO, f"the better one in short runs of small models, {why}"
-    return 1.0, "the head is a matrix of its own"
+        return 1.0, "optimizer.lr is the embedding's own rate"
+    if name != "muon" and not architecture.tied_embeddings:
+        return 1.0, "the embedding is not the head too"
+    if (settings.lr or 0.0) * EMBEDDING_LR_RATIO * settings.weight_decay >= 1:
+        return 1.0, f"{EMBEDDING_LR_RATIO:g} times optimizer.lr would decay all of it in a step"
+    why = "with Muon" if name == "muon" else "where the embedding is the head too"
+    return EMBEDDING_LR_RATIO, f"better than 1 in short runs of small models {why}"
 
 
 def decide_warmup_steps(steps: int) -> Decision:

@@ -218,7 +218,7 @@ class OptimizerConfig:
     optimizer's states go over too (from_weights)."""
     embedding_lr_ratio: float | None = None
     """Learning rate of the token embedding as a multiple of lr. Unset: 4 from random weights where it is the head too,
-    or beside Muon; else 1."""
+    or with Muon; 1 for GaLore, Fira, optimizers of your own and trained weights."""
     weight_decay: float = 0.1
     """Decoupled decay, on matrices only."""
     beta1: float = 0.9

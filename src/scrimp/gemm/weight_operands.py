@@ -6,7 +6,7 @@ Method   Inside `keeping`, which a step of several micro-batches enters where th
          leaves what it made, and later ones read it; all of it is dropped at the end. Rounding of weights is to
          nearest, so every bit is the same.
 Bytes    Two operands a layer, scaled along different axes: in 8 bits 2 bytes for each number of a weight on a GPU, in
-         emulation 4 to 8 (`scrimp.planner.memory.costs.BlockClass.operands`).
+         emulation 4 to 8 (`scrimp.planner.memory.costs.StepCosts.operands`).
 Not kept casts to high precision; weights that come as codes (gathered so, or frozen and stored so); experts, which not
          every micro-batch reaches.
 Checked  tests/gemm/test_weight_operands.py

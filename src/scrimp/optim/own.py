@@ -23,6 +23,7 @@ Checked  tests/optim/test_own.py, with examples/own_optimizer.py
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from scrimp import user_code
 from scrimp.config import Architecture, OptimizerConfig
 from scrimp.errors import ConfigError, PlanError
+from scrimp.models import EMBEDDING_WEIGHT
 from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.optim.foreign import has_rule, rule_of
 from scrimp.optim.targets import Targets, relative_rate
@@ -57,6 +59,9 @@ def memory(
 ) -> OwnMemory:
     """What it takes for parameters in this format, fp32 or bf16."""
     class_of(settings)
+    if relative_rate(settings, EMBEDDING_WEIGHT) != 1:  # refused here where it makes groups of its own
+        small = {name: nn.Parameter(torch.zeros(2, 2)) for name in (EMBEDDING_WEIGHT, "matrix")}
+        OwnOptimizer(small, dataclasses.replace(settings, master_weights=False))
     return OwnMemory(settings, parameters, ranks)
 
 

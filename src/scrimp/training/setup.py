@@ -62,7 +62,7 @@ from scrimp.training.run_data import (
     refuse_unread_settings,
     rows_for,
 )
-from scrimp.training.trained_weights import architecture_of_weights
+from scrimp.training.trained_weights import architecture_of_weights, going_on
 from scrimp.world import ALONE, World
 
 
@@ -259,6 +259,7 @@ def decide(
         plans_ahead: one process decides for as many ranks as `config.layout` says.
         given: dotted keys that the user wrote, which a search keeps though they are as they were.
     """
+    config = going_on(config)
     ranks = ranks_of(config.layout) if plans_ahead and world.size == 1 else world.size
     _check(config, ranks)
     device = resolve_device(config.device, world)

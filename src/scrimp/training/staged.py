@@ -40,7 +40,7 @@ from scrimp.training.run_folder import (
 from scrimp.training.session import train
 from scrimp.training.setup import Decisions, decide
 from scrimp.training.start import anchored, decided_before_data
-from scrimp.training.trained_weights import refuse_states_of_others
+from scrimp.training.trained_weights import going_on, refuse_states_of_others
 from scrimp.world import World
 
 _UNNAMED = Path("runs/stages")
@@ -97,7 +97,8 @@ def decided_stages(
     for number in range(1, stages.count + 1):
         config, given = stages.stage(number, root)
         with _named(number):
-            if first is not None:
+            if first is not None and before is not None:
+                config = going_on(config, before.config)
                 found = _decided_after(first, anchored(config), world, plans_ahead=plans_ahead)
             elif plans_ahead:
                 found = decide(anchored(config), plans_ahead=True)

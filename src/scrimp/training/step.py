@@ -160,10 +160,11 @@ class Stepper:
         run.optimizer.zero_grad()
         if run.executable.device.type == "cuda":
             torch.cuda.empty_cache()
-        if run.keeps_operands and not isinstance(trouble, ArenaTooSmallError):
+        if run.keeps_operands:  # a plan of less is one without them
             self.ran_out_of_memory = True
             run.give_up_operands(f"out of memory in step {run.step + 1:,}")
-            return
+            if not isinstance(trouble, ArenaTooSmallError):
+                return
         plan = self._trouble.plan_of_less(run.plans.plan, run.step + 1, trouble)
         if plan is None:
             self.no_plan_takes_less = True

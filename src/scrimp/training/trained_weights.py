@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from scrimp import user_code
-from scrimp.config import Architecture, Config, flatten
+from scrimp.config import Architecture, Config, flatten, replace_values
 from scrimp.config.optimizers import facts_of
 from scrimp.data import Tokenizer, load_tokenizer
 from scrimp.errors import CheckpointError, ConfigError, ModelError
@@ -306,6 +306,23 @@ def refuse_other_states(config: Config) -> None:
         )
     refuse_states_of_others(config, saved_config(folder), f"the optimizer's states of {folder}")
     checkpoint_of(folder).refuse_not_finite(OPTIMIZER_PREFIX, do="name an older checkpoint of the run")
+
+
+def going_on(config: Config, before: Config | None = None) -> Config:
+    """A configuration that begins with a run's optimizer's states: the embedding moves at that run's rate where nothing
+    is said.
+
+    Args:
+        before: of the run; None: as its folder says, if it is there.
+    """
+    settings, folder = config.optimizer, config.model.weights
+    if folder is None or not settings.from_weights or settings.embedding_lr_ratio is not None:
+        return config
+    if before is None:
+        before = saved_config(folder) if is_run(folder) else None
+    if before is None:
+        return config
+    return replace_values(config, {_OF_GROUPS: before.optimizer.embedding_lr_ratio})
 
 
 def refuse_states_of_others(config: Config, before: Config, whose: str) -> None:

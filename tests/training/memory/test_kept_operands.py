@@ -97,7 +97,7 @@ def test_the_one_memory_of_a_cpu_has_room_for_them_and_for_what_waits_on_the_hos
 
 
 def bytes_of(value: Any) -> int:
-    """Of all tensors of an operand."""
+    """Bytes of all tensors in an operand."""
     if isinstance(value, torch.Tensor):
         return value.untyped_storage().nbytes()
     if dataclasses.is_dataclass(value):

@@ -284,7 +284,7 @@ class TracedStep:
         )
 
     def _operand_bytes(self, block: nn.Module, planned: Iterable[tuple[PlannedLayer, Tensor]]) -> int:
-        """Of a block, or of what is none."""
+        """Bytes of what is kept of the weights of a block, or of the head."""
         with self._tracing(block, exist=False) as tracker:
             before, kept = tracker.live, weight_operands(planned, DTYPES[self.precision])
             return tracker.live - before if kept else 0

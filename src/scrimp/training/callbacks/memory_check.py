@@ -28,6 +28,8 @@ class CheckMemory(Callback):
         is_cuda = device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(device) if is_cuda else run.meter.peak_device_bytes()
         seconds = [run.batch_tokens / rate for rate in run.rates]
+        if not run.keeps_operands:
+            self._check.forget_operands()
         found = self._check.after_step(run.plans.plan, run.step, seconds, peak)
         if found is None:
             return

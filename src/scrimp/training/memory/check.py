@@ -77,6 +77,10 @@ class MemoryCheck:
         found = self._anew(plan, step, measured) if is_off else None
         return Comparison(f"predicted and measured: {'; '.join(words)}", measured, found)
 
+    def forget_operands(self) -> None:
+        """The run has given up the operands that it kept."""
+        self._memory = without_operands(self._memory)
+
     def _anew(self, plan: Plan, step: int, measured: Figures) -> Plan | None:
         """A plan by what was measured, if it is better."""
         memory = self._memory
@@ -92,9 +96,10 @@ class MemoryCheck:
             better = bare if bare.fits and not now.fits else None
         if better is None:
             return None
-        reason = (
-            f"planned anew after step {step:,}: a step took {format_duration(measured.step_seconds or 0.0)}"
-        )
+        took = f"a step took {format_duration(measured.step_seconds or 0.0)}"
+        if better is bare:
+            took = "without quantized weights that are kept from one micro-batch to the next"
+        reason = f"planned anew after step {step:,}: {took}"
         return replanned(plan, memory.account, better, reason=reason, seconds=better.seconds)
 
 
