@@ -1,4 +1,4 @@
-"""Operands of weights are kept over a step's micro-batches where they fit, in the account, and change no number."""
+"""Quantized weights stay for all micro-batches of a step where they fit: accounted for, and with the same losses."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def test_they_are_kept_where_they_fit(decided: Decisions) -> None:
     assert 1.9 * weights < memory.operands < 4.1 * weights
     bare = without_operands(memory)
     assert bare.operands == 0
+    assert without_operands(bare) is bare
     assert 0 < memory.account.peak - bare.account.peak <= memory.operands
     assert with_kept_operands(bare, config, device) == memory
     for room, expected in ((0, memory.operands), (-1, 0)):

@@ -30,8 +30,8 @@ class MemoryDecision:
     is_exact: bool = False
     """Whether no activations with less computing fit beside its states, as far as the search knows."""
     operands: int = 0
-    """Bytes of weights as operands that products keep over the micro-batches of a step; they are in the account, and in
-    no search. 0: none are kept."""
+    """Bytes of quantized weights that stay from one micro-batch of a step to the next. The account includes them,
+    searches do not. 0: none stay."""
 
     @cached_property
     def timeline(self) -> Timeline:

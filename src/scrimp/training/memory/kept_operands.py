@@ -34,7 +34,7 @@ def with_kept_operands(memory: MemoryDecision, config: ResolvedConfig, device: D
 
 def without_operands(memory: MemoryDecision) -> MemoryDecision:
     """The same decision with nothing kept."""
-    return _keeping(memory, 0)
+    return _keeping(memory, 0) if memory.operands else memory
 
 
 def _keeping(memory: MemoryDecision, nbytes: int) -> MemoryDecision:
