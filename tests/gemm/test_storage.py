@@ -25,7 +25,9 @@ def codes_of(recipe: str, tokens: int, features: int) -> QuantizedTensor:
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Type, shape and every bit."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (a, b)))
 
 
 @examples(150)

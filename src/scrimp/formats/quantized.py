@@ -119,6 +119,17 @@ class QuantizedTensor:
         """The same format with other tensors: those that autograd hands back. What it keeps has one payload."""
         return replace(self, payload=payload, scales=scales, tensor_scale=tensor_scale)
 
+    def filled(self, codes: QuantizedTensor) -> QuantizedTensor:
+        """Itself, with the bytes of other codes of its operand and shape, which may be those that it has already."""
+        for to, part in zip(self._parts(), codes._parts(), strict=True):
+            if to.data_ptr() != part.data_ptr():
+                to.copy_(part.reshape(to.shape))
+        return self
+
+    def _parts(self) -> list[Tensor]:
+        parts = [self.payload, self.scales]
+        return parts if self.tensor_scale is None else [*parts, self.tensor_scale]
+
     def without_tensors(self) -> QuantizedTensor:
         """The format alone, which keeps no memory."""
         nothing = self.payload.new_empty(0)

@@ -237,12 +237,14 @@ def forward(
     *,
     keep_codes: bool,
     now: tuple[int, int] | None = None,
+    room: QuantizedTensor | None = None,
 ) -> tuple[Tensor, QuantizedTensor | None]:
     """Y = X W^T in the compute type, and the codes of X that backward will read.
 
     Args:
         keep_codes: the plan saves X quantized, and a backward pass will follow.
         now: reading of the layer's clock, if it was taken before.
+        room: where the codes are to lie; None: in tensors of their own.
     """
     recipe, saved = layer.precision.fprop, layer.precision.saved
     now = now or layer.clock.now
@@ -251,11 +253,12 @@ def forward(
     uses = layer.uses("fprop", now)
     codes = None
     if keep_codes and layer.backend(saved, "wgrad", tokens, weight) is backend and dtype == compute:
-        saved_use = layer.uses("wgrad", now, saved)[1]
+        saved_use = replace(layer.uses("wgrad", now, saved)[1], room=room)
         a, codes = backend.prepare_and_store(x.to(compute), uses[0], saved_use)
+        codes = codes if room is None else room.filled(codes)
     else:
         a = backend.prepare(x.to(dtype), uses[0])
-        codes = store_input(x, weight, layer, compute, now=now) if keep_codes else None
+        codes = store_input(x, weight, layer, compute, now=now, room=room) if keep_codes else None
     w = weight_operand(weight, dtype, backend, uses[1], layer.product("fprop"))
     y = backend.multiply("fprop", a, w, compute)
     if layer.is_watched:
@@ -272,12 +275,14 @@ def store_input(
     compute: torch.dtype,
     *,
     now: tuple[int, int] | None = None,
+    room: QuantizedTensor | None = None,
 ) -> QuantizedTensor:
     """The codes of X that backward will read, without a product; arguments as of `forward`."""
     saved = layer.precision.saved
-    use = layer.uses("wgrad", now or layer.clock.now, saved)[1]
+    use = replace(layer.uses("wgrad", now or layer.clock.now, saved)[1], room=room)
     # From the compute type, as wgrad would read a saved input.
-    return layer.backend(saved, "wgrad", len(x), weight).store(x.to(compute), use)
+    codes = layer.backend(saved, "wgrad", len(x), weight).store(x.to(compute), use)
+    return codes if room is None else room.filled(codes)
 
 
 @running

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from scrimp.formats import QuantizedTensor
 from scrimp.gemm.layer import PlannedLayer, backward, forward, layer_of
 from scrimp.gemm.problem import high_precision
-from scrimp.gemm.storage import CODES, RECOMPUTED, pack, unpack
+from scrimp.gemm.storage import CODES, RECOMPUTED, unpack
 from scrimp.gemm.weight_sums import WeightSum, sum_of
 from scrimp.precision import capacity
 
@@ -32,18 +32,26 @@ def planned_forward(
     """Y, and the packed codes of X (empty without)."""
     layer = layer_of(handle)
     step, first_row = now.tolist()
+    room, packed = None, x.new_empty(_num_bytes(x, kind), dtype=torch.uint8)
+    if kind == CODES:
+        room = unpack(packed, layer.precision.saved, (x.shape[0], x.shape[1]))
     with torch.autocast(x.device.type, enabled=False):
-        y, codes = forward(x, weight, layer, compute, keep_codes=kind == CODES, now=(step, first_row))
-    return y, x.new_empty(0, dtype=torch.uint8) if codes is None else pack(codes)
+        y, _ = forward(
+            x, weight, layer, compute, keep_codes=room is not None, now=(step, first_row), room=room
+        )
+    return y, packed
+
+
+def _num_bytes(x: Tensor, kind: str) -> int:
+    return capacity(x.shape[0], x.shape[1]) if kind == CODES else 0
 
 
 @planned_forward.register_fake
 def _(
     x: Tensor, weight: Tensor, handle: Tensor, now: Tensor, compute: torch.dtype, kind: str
 ) -> tuple[Tensor, Tensor]:
-    num_bytes = capacity(x.shape[0], x.shape[1]) if kind == CODES else 0
     y = x.new_empty(x.shape[0], weight.shape[0], dtype=compute)
-    return y, x.new_empty(num_bytes, dtype=torch.uint8)
+    return y, x.new_empty(_num_bytes(x, kind), dtype=torch.uint8)
 
 
 @torch.library.custom_op("scrimp::planned_backward", mutates_args=())

@@ -81,6 +81,8 @@ class Use:
     noise: Noise
     reduce_amax: AmaxReducer | None = None
     """Maximum over the ranks that hold the other pieces of the tensor."""
+    room: QuantizedTensor | None = None
+    """Where codes that are kept are to lie; a back end that cannot write there makes tensors of its own."""
 
     def codes(self, x: Tensor) -> QuantizedTensor:
         """The operand's codes of a tensor, by the reference's rules."""

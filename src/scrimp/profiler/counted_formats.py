@@ -3,8 +3,8 @@
 Problem  A product in 8 or 4 bits is followed by the making of its operands: reading the largest numbers, writing codes
          along rows and columns, scales, and what a kernel wants them padded and ordered as. How much that moves
          depends on the recipe and on the back end that runs it.
-Method   The layer's own `forward` and `backward` run on small CPU tensors by the back end that a GPU would take, under
-         the counter of operators (`counted_step.KernelCounter`). A kernel of Triton's is not run: it counts once, with
+Method   The layer's own `forward`, as a compiled block keeps its codes, and `backward` run on small CPU tensors by the
+         back end that a GPU would take, under the counter of operators (`counted_step.KernelCounter`). A kernel of Triton's is not run: it counts once, with
          each tensor that it is given; torch's scaled products and Triton's product over tiles count as products, so
          that what is left is quantization. Its bytes are linear in the sizes of a layer::
 
@@ -37,7 +37,8 @@ from torch import Tensor
 from scrimp.gemm.backends import BACKENDS, Backend
 from scrimp.gemm.layer import PlannedLayer, backward, forward
 from scrimp.gemm.problem import Shape
-from scrimp.precision import GEMMS, LinearPrecision, Operand
+from scrimp.gemm.storage import unpack
+from scrimp.precision import GEMMS, LinearPrecision, Operand, capacity
 from scrimp.profiler.counted_step import KernelCounter, Work
 
 SIZES = ((256, 256, 256), (512, 256, 256), (256, 512, 256), (256, 256, 512))
@@ -88,8 +89,9 @@ def _count_layer(recipe: str, size: tuple[int, int, int], *, units: bool) -> lis
         torch.randn(rows, columns).bfloat16()
         for rows, columns in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
     )
+    room = unpack(torch.empty(capacity(tokens, inputs), dtype=torch.uint8), recipe, (tokens, inputs))
     with torch.no_grad(), KernelCounter() as counter, _as_on_a_gpu(counter):
-        _, codes = forward(x, weight, layer, torch.bfloat16, keep_codes=True)
+        _, codes = forward(x, weight, layer, torch.bfloat16, keep_codes=True, room=room)
         found = [_without_product(counter.take())]
         for needs_weight in (False, True):
             backward(

@@ -135,6 +135,8 @@ def _quantized(
     is_packed = use.operand.element == "e2m1" and "kept" in forms
     options: dict[str, Any] = {"packed": tuple(form == "kept" for form in forms)} if is_packed else {}
     options |= {"fallback": True} if use.operand.fallback else {}
+    if (room := _room(by_column, forms[1])) is not None:
+        options["room"] = room
     row, column = quantize(
         readable(x),
         use.operand.element,
@@ -161,7 +163,10 @@ def _in_groups(
         if use is not None and use.reduce_amax is not None and amax is not None:
             use.reduce_amax(amax)
         operand = None if use is None else use.operand
-        asked.append(None if use is None or operand is None else GroupsOf(operand, form, use.noise, amax))
+        if use is None or operand is None:
+            asked.append(None)
+        else:
+            asked.append(GroupsOf(operand, form, use.noise, amax, _room(use, form)))
     row, column = kernels.quantize_groups(x, *asked)
     return _of_groups(row), _of_groups(column)
 
@@ -170,11 +175,16 @@ def _of_groups(found: QuantizedGroups | None) -> KernelCodes | None:
     return None if found is None else KernelCodes(found.codes, found.scales, found.tensor_scale)
 
 
+def _room(use: Use | None, form: Form) -> QuantizedTensor | None:
+    """Where codes that are kept are to lie."""
+    return use.room if use is not None and form == "kept" else None
+
+
 def to_stored(found: KernelCodes, operand: Operand, axis: int, shape: torch.Size) -> QuantizedTensor:
     """The tensor that `scrimp.formats.quantize` gives, of kept codes; where a scale is NaN codes mean nothing, and may
     differ."""
     assert found.rest is None, "only second operands are kept, and none falls back"
-    return QuantizedTensor(found.codes, found.scales.contiguous(), found.tensor_scale, operand, axis, shape)
+    return QuantizedTensor(found.codes, found.scales, found.tensor_scale, operand, axis, shape)
 
 
 def from_stored(codes: QuantizedTensor) -> KernelCodes:

@@ -21,6 +21,7 @@ from scrimp.formats.codes import BYTES
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.noise import Noise
 from scrimp.formats.quantize import PAYLOAD_TYPES, SCALE_TYPES
+from scrimp.formats.quantized import QuantizedTensor
 from scrimp.precision.formats import Element, lookup_element, lookup_scaling, scale_shape
 from scrimp.precision.recipes import Operand
 
@@ -117,6 +118,8 @@ class GroupsOf:
     """Stream for stochastic rounding; None: that of key 0."""
     amax: Tensor | None = None
     """NVFP4's largest magnitude, float32 of one element; None: that of the matrix."""
+    room: QuantizedTensor | None = None
+    """Where the result is written, as it is kept; None: to new tensors."""
 
     @property
     def how(self) -> tuple[bool, bool, bool]:
@@ -131,6 +134,8 @@ class GroupsOf:
 
     def empty(self, x: Tensor, axis: int) -> QuantizedGroups:
         """Room for the result; what is not there has the scale 1."""
+        if self.room is not None and x.numel():
+            return QuantizedGroups(self.room.payload, self.room.scales, self.room.tensor_scale)
         shape = list(x.shape)
         shape[axis] += -shape[axis] % HADAMARD_SIZE if self.operand.hadamard else 0
         scaling = lookup_scaling(self.operand.scaling)

@@ -42,6 +42,7 @@ import triton.language as tl
 from torch import Tensor
 
 from scrimp.formats.noise import Noise
+from scrimp.formats.quantized import QuantizedTensor
 from scrimp.gemm.kernels.arithmetic import (
     block_of_program,
     fp32_scale,
@@ -238,6 +239,7 @@ def quantize_rows(
     by_column: bool,
     noise: Noise | None = None,
     noise_column: Noise | None = None,
+    room: QuantizedTensor | None = None,
 ) -> tuple[ScaledRows | None, ScaledRows | None]:
     """Quantize a matrix with a scale for each row, for each column, or both.
 
@@ -248,6 +250,7 @@ def quantize_rows(
         by_column: a scale for each column, codes [C, R].
         noise: rounds the codes of rows stochastically; unset: to nearest.
         noise_column: the same for those of columns.
+        room: where those of columns are written, with their scales; unset: to new tensors.
 
     Raises:
         PlanError: a tensor or a choice that the kernels do not take.
@@ -256,7 +259,7 @@ def quantize_rows(
     _check(x, element, by_row, by_column, noise, noise_column)
     num_rows, num_columns = x.shape
     row = _empty(x, element, num_rows, by_row, transposed=False)
-    column = _empty(x, element, num_columns, by_column, transposed=True)
+    column = _empty(x, element, num_columns, by_column, transposed=True, room=room)
     if not x.numel():
         return row, column
     if column is None:
@@ -289,12 +292,15 @@ def quantize_tensor(
     by_column: bool,
     noise: Noise | None = None,
     noise_column: Noise | None = None,
+    room: QuantizedTensor | None = None,
 ) -> tuple[ScaledRows | None, ScaledRows | None]:
     """Quantize a matrix with one scale, the same for both results; arguments as of `quantize_rows`."""
     _check(x, element, by_row, by_column, noise, noise_column)
-    scale = torch.ones(1, device=x.device) if not x.numel() else torch.empty(1, device=x.device)
+    scale = torch.empty(1, device=x.device) if room is None else room.scales.view(1)
+    if not x.numel():
+        scale.fill_(1.0)
     row = _empty(x, element, 1, by_row, transposed=False, scales=scale)
-    column = _empty(x, element, 1, by_column, transposed=True, scales=scale)
+    column = _empty(x, element, 1, by_column, transposed=True, scales=scale, room=room)
     if x.numel():
         amax = tensor_amax(x).view(torch.int32)
         _write_codes(x, element, (amax, amax), row, column, (noise, noise_column), of_tensor=True)
@@ -311,11 +317,20 @@ def _check(
 
 
 def _empty(
-    x: Tensor, element: str, num_scales: int, wanted: bool, *, transposed: bool, scales: Tensor | None = None
+    x: Tensor,
+    element: str,
+    num_scales: int,
+    wanted: bool,
+    *,
+    transposed: bool,
+    scales: Tensor | None = None,
+    room: QuantizedTensor | None = None,
 ) -> ScaledRows | None:
     """Codes and scales to be filled; what spans nothing has the scale 1."""
     if not wanted:
         return None
+    if room is not None:
+        return ScaledRows(room.payload, room.scales if x.numel() else room.scales.fill_(1.0))
     shape = x.shape[::-1] if transposed else x.shape
     codes = torch.empty(shape, dtype=CODE_TYPES[element], device=x.device)
     if scales is None:

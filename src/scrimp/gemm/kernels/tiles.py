@@ -28,6 +28,7 @@ from torch import Tensor
 
 from scrimp.errors import PlanError
 from scrimp.formats.noise import Noise
+from scrimp.formats.quantized import QuantizedTensor
 from scrimp.gemm.kernels.arithmetic import (
     block_of_program,
     codes_of,
@@ -190,6 +191,7 @@ def quantize_tiles(
     noise_column: Noise | None = None,
     packed: tuple[bool, bool] = (False, False),
     fallback: bool = False,
+    room: QuantizedTensor | None = None,
 ) -> tuple[RowTiles | None, ColumnTiles | None]:
     """Quantize a matrix in tiles of 128 along its columns, its rows, or both, reading it once.
 
@@ -202,6 +204,7 @@ def quantize_tiles(
         noise_column: the same for the column tiles.
         packed: of rows and columns, codes of e2m1 two to a byte, as they are kept.
         fallback: row tiles of int8 that are rounded to nearest have a rest.
+        room: where the column tiles are written, as they are kept; unset: to new tensors.
 
     Raises:
         PlanError: a tensor or a choice that the kernel does not take.
@@ -214,7 +217,10 @@ def quantize_tiles(
     num_rows, num_columns = x.shape
     rest = empty_rest(num_rows, num_columns, element, x.device) if fallback else None
     row = empty_tiles(num_rows, num_columns, element, x.device, packed[0]) if by_row else None
-    column = empty_tiles(num_columns, num_rows, element, x.device, packed[1]) if by_column else None
+    column = None
+    if by_column:
+        tiles = (room.payload, room.scales) if room is not None else None
+        column = tiles or empty_tiles(num_columns, num_rows, element, x.device, packed[1])
     if x.numel():
         run(
             quantize_tiles_kernel,
