@@ -17,7 +17,9 @@ def test_tiles_are_read_once_and_written_as_codes_both_ways() -> None:
     written along rows, and for dgrad along columns too."""
     scale = 4 / 128
     found = count_formats("fp8", units=False)
-    assert found["fprop"].launches == 2  # both operands: kept codes are written where a compiled block keeps them
+    assert (
+        found["fprop"].launches == 2
+    )  # both operands: kept codes are written where a compiled block keeps them
     assert found["fprop"].inputs == pytest.approx(2 + 2 * (1 + scale), abs=0.01)
     assert found["fprop"].weights == pytest.approx(2 + 1, abs=0.01)
     assert found["dgrad"].outputs == pytest.approx(2 + 1 + scale, abs=0.01)

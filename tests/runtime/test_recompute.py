@@ -179,10 +179,15 @@ def test_only_what_is_read_runs_again(level: str, products: int, attention: int)
     assert found.counts["attention"] == (1 + attention) * plain.counts["attention"] > 0
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("level", ["norms", "mlp", "block"])
-def test_planned_products_that_nobody_reads_do_not_run_again(level: str) -> None:
+def test_planned_products_that_nobody_reads_do_not_run_again(level: str, compiled: bool) -> None:
     _, executable = realised("nvfp4", "fp32", UNTIED)
     set_level(executable, level)
+    if compiled:
+        torch._dynamo.reset()
+        for block in executable.model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
     ran: Counter[tuple[str, str]] = Counter()
     with observing(lambda execution: ran.update([(execution.layer, execution.gemm)])):
         executable.loss(Batch.of(*batch())).total.backward()

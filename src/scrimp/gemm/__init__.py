@@ -9,16 +9,18 @@ from scrimp.gemm.adapted import AdaptedLinear, adapt, merged
 from scrimp.gemm.backends import Backend
 from scrimp.gemm.clock import Clock
 from scrimp.gemm.convert import PlannedModel, swap_in
+from scrimp.gemm.deferred import Gate
 from scrimp.gemm.factored import FactoredLinear
 from scrimp.gemm.fingerprints import Fingerprints, changed_gemms
 from scrimp.gemm.flop_formulas import register_flop_formulas
+from scrimp.gemm.gated_products import defers, gate_alone, gated_products, gates_run, last_products
 from scrimp.gemm.head import HeadGemms
 from scrimp.gemm.layer import BackendChooser, PlannedLayer, reference_only
-from scrimp.gemm.linear import PlannedLinear, planned_linear, recomputed
+from scrimp.gemm.linear import PlannedLinear, drops_codes, planned_linear, recomputed, run_again_before
 from scrimp.gemm.linear_kinds import has_own_forward, is_linear, is_transposed, linear_modules, weight_matrix
 from scrimp.gemm.observe import Execution, is_running, observing, without_witnesses
 from scrimp.gemm.problem import compute_dtype
-from scrimp.gemm.recompute import is_running_again, run_again, run_again_before
+from scrimp.gemm.recompute import is_running_again, run_again
 from scrimp.gemm.select import Recorded, backends_for, refuse_unrunnable
 from scrimp.gemm.sparse_low_rank import SparseLowRankLinear, whole_matrix
 from scrimp.gemm.stored_weight import StoredWeight, store, stored_values
@@ -33,6 +35,7 @@ __all__ = [
     "Execution",
     "FactoredLinear",
     "Fingerprints",
+    "Gate",
     "HeadGemms",
     "LinearPrecision",
     "PlannedLayer",
@@ -46,11 +49,17 @@ __all__ = [
     "backends_for",
     "changed_gemms",
     "compute_dtype",
+    "defers",
+    "drops_codes",
+    "gate_alone",
+    "gated_products",
+    "gates_run",
     "has_own_forward",
     "is_linear",
     "is_running",
     "is_running_again",
     "is_transposed",
+    "last_products",
     "linear_modules",
     "merged",
     "observing",

@@ -58,10 +58,10 @@ class AdaptedLinear(nn.Linear):
 class PlannedAdapted(PlannedLinear, AdaptedLinear):
     """The same, the frozen weight's GEMMs by a plan."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, made_again: bool = False) -> Tensor:
         """x W^T + bias and what the adapter adds, x of any leading shape."""
         added = self.added(x)
-        return PlannedLinear.forward(self, x) + added
+        return PlannedLinear.forward(self, x, made_again=made_again) + added
 
 
 def merged(weight: Tensor, lora_a: Tensor, lora_b: Tensor, rows: Sequence[int], scale: float) -> Tensor:

@@ -22,6 +22,7 @@ def register_flop_formulas() -> None:
 
     assert operators.planned_forward, summed_linear.summed_backward  # the imports define the operators
     register_flop_formula([torch.ops.scrimp.planned_forward])(_forward)
+    register_flop_formula([torch.ops.scrimp.gated_forward])(_gated)
     register_flop_formula([torch.ops.scrimp.planned_backward])(_backward)
     register_flop_formula([torch.ops.scrimp.summed_backward])(_summed)
     register_flop_formula([torch.ops.aten._scaled_mm_v2])(_scaled)
@@ -30,6 +31,11 @@ def register_flop_formulas() -> None:
 def _forward(x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
     """fprop."""
     return int(2 * math.prod(x_shape) * weight_shape[0])
+
+
+def _gated(gate_up_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
+    """fprop of what a gate makes."""
+    return int(2 * gate_up_shape[0] * math.prod(weight_shape))
 
 
 def _backward(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from scrimp.formats import Noise, QuantizedTensor
 from scrimp.formats.quantize import AmaxReducer
 from scrimp.gemm.backends import Backend, ReferenceBackend
 from scrimp.gemm.clock import Clock
+from scrimp.gemm.deferred import Deferred, Matrix, made
 from scrimp.gemm.observe import Execution, is_every_run_observed, is_observed, report, running
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, high_precision, operands_of, shape_of
 from scrimp.gemm.storage import saved_class
@@ -230,7 +231,7 @@ class PlannedLayer:
 
 @running
 def forward(
-    x: Tensor,
+    x: Matrix,
     weight: Tensor,
     layer: PlannedLayer,
     compute: torch.dtype,
@@ -252,8 +253,13 @@ def forward(
     backend, dtype = layer.backend(recipe, "fprop", tokens, weight), high_precision(recipe, compute)
     uses = layer.uses("fprop", now)
     codes = None
-    if keep_codes and layer.backend(saved, "wgrad", tokens, weight) is backend and dtype == compute:
+    readers = [(backend, uses[0])]
+    if keep_codes:
+        storing = layer.backend(saved, "wgrad", tokens, weight)
         saved_use = replace(layer.uses("wgrad", now, saved)[1], room=room)
+        readers.append((storing, saved_use))
+    x = _for(x, readers)
+    if keep_codes and storing is backend and dtype == compute:
         a, codes = backend.prepare_and_store(x.to(compute), uses[0], saved_use)
         codes = codes if room is None else room.filled(codes)
     else:
@@ -269,7 +275,7 @@ def forward(
 
 @running
 def store_input(
-    x: Tensor,
+    x: Matrix,
     weight: Tensor,
     layer: PlannedLayer,
     compute: torch.dtype,
@@ -280,15 +286,16 @@ def store_input(
     """The codes of X that backward will read, without a product; arguments as of `forward`."""
     saved = layer.precision.saved
     use = replace(layer.uses("wgrad", now or layer.clock.now, saved)[1], room=room)
+    backend = layer.backend(saved, "wgrad", len(x), weight)
     # From the compute type, as wgrad would read a saved input.
-    codes = layer.backend(saved, "wgrad", len(x), weight).store(x.to(compute), use)
+    codes = backend.store(_for(x, [(backend, use)]).to(compute), use)
     return codes if room is None else room.filled(codes)
 
 
 @running
 def backward(
-    g: Tensor,
-    x: Tensor | QuantizedTensor | None,
+    g: Matrix,
+    x: Matrix | QuantizedTensor | None,
     weight: Tensor,
     layer: PlannedLayer,
     compute: torch.dtype,
@@ -333,7 +340,7 @@ def backward(
 
 
 def _gradient_operands(
-    g: Tensor,
+    g: Matrix,
     weight: Tensor,
     layer: PlannedLayer,
     compute: torch.dtype,
@@ -346,6 +353,7 @@ def _gradient_operands(
     backends = [layer.backend(precision.gemm(gemm), gemm, len(g), weight) for gemm in ("dgrad", "wgrad")]
     types = [high_precision(precision.gemm(gemm), compute) for gemm in ("dgrad", "wgrad")]
     uses = [layer.uses(gemm, now)[0] for gemm in ("dgrad", "wgrad")]
+    g = _for(g, itertools.compress(zip(backends, uses, strict=True), (needs_x, needs_weight)))
     is_shared = backends[0] is backends[1] and types[0] == types[1]
     if needs_x and needs_weight and is_shared:
         pair = backends[0].prepare_pair(g.to(types[0]), *uses)
@@ -358,13 +366,20 @@ def _gradient_operands(
     )
 
 
-def _saved_operand(x: Tensor | QuantizedTensor, backend: Backend, use: Use, dtype: torch.dtype) -> Any:
+def _for(x: Matrix, readers: Iterable[tuple[Backend, Use]]) -> Matrix:
+    """A deferred matrix where all that read it make its numbers, else the matrix that they are, made once."""
+    if isinstance(x, Deferred) and not all(backend.makes(x, use) for backend, use in readers):
+        return x.made()
+    return x
+
+
+def _saved_operand(x: Matrix | QuantizedTensor, backend: Backend, use: Use, dtype: torch.dtype) -> Any:
     """wgrad's X: from its codes where they are the ones that wgrad reads, else quantized now."""
     if isinstance(x, QuantizedTensor):
         if x.operand == use.operand:
             return backend.load(x)
         x = x.dequantize(dtype)
-    return backend.prepare(x.to(dtype), use)
+    return backend.prepare(_for(x, [(backend, use)]).to(dtype), use)
 
 
 def check_precision(precision: LinearPrecision, name: str) -> None:
@@ -381,13 +396,15 @@ def _tell(
     layer: PlannedLayer,
     gemm: str,
     backend: Backend,
-    operands: tuple[Tensor, Tensor | QuantizedTensor],
+    operands: tuple[Matrix, Matrix | QuantizedTensor],
     uses: tuple[Use, Use],
     result: Tensor,
     kept: tuple[Use, Use] | None = None,
 ) -> None:
     if layer.is_watched:
         recipe, watched = layer.precision.gemm(gemm), layer.watched
+        first, second = made(operands[0]), operands[1]
+        second = second if isinstance(second, QuantizedTensor) else made(second)
         expert = 0 if layer.group is None else int(layer.name.rpartition(".")[2])
-        found = Execution(watched.name, gemm, recipe, backend.name, *operands, uses, result, expert, kept)
+        found = Execution(watched.name, gemm, recipe, backend.name, first, second, uses, result, expert, kept)
         report(watched, found)

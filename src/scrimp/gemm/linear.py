@@ -16,6 +16,7 @@ Checked    tests/gemm/test_linear.py, tests/gemm/test_compile.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -29,8 +30,8 @@ from scrimp.gemm.factored import FactoredLinear
 from scrimp.gemm.layer import PlannedLayer, backward, forward, store_input
 from scrimp.gemm.observe import is_plain_observed
 from scrimp.gemm.problem import DTYPE_NAMES, compute_dtype, high_precision
-from scrimp.gemm.recompute import is_handled, only_saves, run_again_before
-from scrimp.gemm.storage import RECOMPUTED
+from scrimp.gemm.recompute import Operators, is_handled, only_saves, run_again
+from scrimp.gemm.storage import CODES, RECOMPUTED
 from scrimp.gemm.summed_linear import summed_linear
 from scrimp.gemm.weight_gradients import make_later
 from scrimp.gemm.weight_sums import WeightSum, sum_for
@@ -42,13 +43,17 @@ class PlannedLinear(nn.Linear):
 
     planned: PlannedLayer
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x W^T + bias, x of any leading shape."""
+    def forward(self, x: Tensor, *, made_again: bool = False) -> Tensor:
+        """x W^T + bias, x of any leading shape.
+
+        Args:
+            made_again: the graph makes x again in backward, so that no codes of it need be kept.
+        """
         if "planned" not in self.__dict__:
             raise ModelError(
                 "a PlannedLinear has no plan", do="make an nn.Linear and give it one with scrimp.gemm.swap_in"
             )
-        return planned_linear(x, self.weight, self.bias, self.planned)
+        return planned_linear(x, self.weight, self.bias, self.planned, made_again=made_again)
 
 
 class PlannedTransposed(nn.Module):
@@ -87,7 +92,13 @@ def runs_plain(x: Tensor, layer: PlannedLayer) -> bool:
 
 
 def planned_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, layer: PlannedLayer, *, splits: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layer: PlannedLayer,
+    *,
+    splits: bool = False,
+    made_again: bool = False,
 ) -> Tensor:
     """x W^T + bias by a layer's plan.
 
@@ -96,6 +107,7 @@ def planned_linear(
         weight: [O, I], a parameter.
         bias: [O] or None.
         splits: whether the gradient of the weight may wait (`scrimp.gemm.weight_gradients`); x must need one.
+        made_again: as of `PlannedLinear.forward`.
 
     Raises:
         ModelError, DeviceError: shapes, types or devices that do not belong together.
@@ -104,22 +116,56 @@ def planned_linear(
         from scrimp.gemm.tensor_parallel import sharded_linear
 
         return sharded_linear(x, cast(Any, weight), bias, layer, planned_linear)
-    _check_devices(x, weight, bias, layer)
-    compute = compute_dtype(x)
-    _check(x, weight, layer, compute)
+    compute = checked_compute(x, weight, bias, layer)
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling and runs_plain(x, layer):
         return summed_linear(x, weight, bias, layer)
     needs_grad = torch.is_grad_enabled()
     total = None if splits else sum_for(weight, x)
-    function = operators.CompiledLinear if is_compiling else _Linear
     matrix = x[None] if x.dim() == 1 else x.flatten(0, -2)
     # In a tuple: of an input without a gradient autograd would call the weight's hooks all the same.
-    given = (weight,) if splits else weight
-    y = cast(Tensor, function.apply(matrix, given, layer, compute, needs_grad, total))  # type: ignore[no-untyped-call]
+    arguments = matrix, (weight,) if splits else weight, layer, compute, needs_grad, total
+    apply = partial(operators.CompiledLinear.apply, made_again) if is_compiling else _Linear.apply
+    y = cast(Tensor, apply(*arguments))  # type: ignore[no-untyped-call]
     if bias is not None:
         y = y + bias.to(compute)
     return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def checked_compute(x: Tensor, weight: Tensor, bias: Tensor | None, layer: PlannedLayer) -> torch.dtype:
+    """The type that a layer computes in, if its tensors belong together; errors as of `planned_linear`."""
+    _check_devices(x, weight, bias, layer)
+    compute = compute_dtype(x)
+    _check(x, weight, layer, compute)
+    return compute
+
+
+def run_again_before(
+    last: nn.Module, function: Callable[..., Tensor], *inputs: Tensor, keeps: Operators = ()
+) -> Tensor:
+    """last(function(*inputs)), of which backward finds the inputs kept and runs the function again.
+
+    Args:
+        last: linear layer.
+        keeps: as of `run_again`.
+    """
+    if isinstance(last, FactoredLinear):
+        return cast(Tensor, last.B(run_again_before(last.A, function, *inputs, keeps=keeps)))
+    planned = getattr(last, "planned", None)
+    keeps_codes = planned is not None and planned.saved_class == CODES
+    if torch.compiler.is_compiling() and (not keeps_codes or drops_codes(last)):
+        x = run_again(function, *inputs, last=None, keeps=keeps)
+        return cast(Tensor, last(x, made_again=True) if keeps_codes else last(x))
+
+    def both(*again: Tensor) -> Tensor:
+        return cast(Tensor, last(function(*again)))
+
+    return run_again(both, *inputs, last=last, keeps=keeps)
+
+
+def drops_codes(layer: nn.Module) -> bool:
+    """Whether a layer can be told that its input is made again."""
+    return isinstance(layer, PlannedLinear) and not hasattr(layer.weight, "device_mesh")
 
 
 def recomputed(

@@ -13,9 +13,8 @@ The rounding noise of planned layers has the clock's reading as its address, so 
 nothing that is trained changes by a bit.
 
 Compiled torch's partitioner runs a region again to its last operation, and takes a result that is made again anyway
-         for whatever reads it afterwards. `run_again_before` therefore ends a compiled region before the product, whose
-         result is then kept. A planned product that saves codes of its input stays inside: compiled, it is multiplied
-         again where what follows reads it.
+         for whatever reads it afterwards. `linear.run_again_before` therefore ends a compiled region before the
+         product, whose result is then kept.
 Limits   The clock must not move between forward and backward of a micro-batch.
 Checked  tests/runtime/test_recompute.py
 """
@@ -35,7 +34,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from scrimp.gemm.factored import FactoredLinear
-from scrimp.gemm.storage import CODES
 from scrimp.tracing import DispatchMode
 
 T = TypeVar("T")
@@ -82,28 +80,6 @@ def run_again(
     return cast(
         T, checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     )
-
-
-def run_again_before(
-    last: nn.Module, function: Callable[..., Tensor], *inputs: Tensor, keeps: Operators = ()
-) -> Tensor:
-    """last(function(*inputs)), of which backward finds the inputs kept and runs the function again.
-
-    Args:
-        last: linear layer.
-        keeps: as of `run_again`.
-    """
-    if isinstance(last, FactoredLinear):
-        return cast(Tensor, last.B(run_again_before(last.A, function, *inputs, keeps=keeps)))
-    planned = getattr(last, "planned", None)
-    keeps_codes = planned is not None and planned.saved_class == CODES
-    if torch.compiler.is_compiling() and not keeps_codes:
-        return cast(Tensor, last(run_again(function, *inputs, last=None, keeps=keeps)))
-
-    def both(*again: Tensor) -> Tensor:
-        return cast(Tensor, last(function(*again)))
-
-    return run_again(both, *inputs, last=last, keeps=keeps)
 
 
 @contextlib.contextmanager

@@ -36,11 +36,11 @@ class SplitLinear(nn.Linear):
 class PlannedSplit(PlannedLinear, SplitLinear):
     """The same, by a plan: planned products wait as well."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, made_again: bool = False) -> Tensor:
         """x W^T + bias, x of any leading shape."""
         if runs_plain(x, self.planned):
             return SplitLinear.forward(self, x)
-        return planned_linear(x, self.weight, self.bias, self.planned, splits=True)
+        return planned_linear(x, self.weight, self.bias, self.planned, splits=True, made_again=made_again)
 
 
 class _Product(torch.autograd.Function):

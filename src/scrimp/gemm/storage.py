@@ -40,7 +40,7 @@ def saved_class(saved: str) -> str:
 def pack(codes: QuantizedTensor) -> Tensor:
     """Codes of an input X [T, I] as a run of bytes."""
     packed = codes.payload.new_empty(capacity(*codes.shape), dtype=torch.uint8)
-    room_in(packed, codes.operand, codes.shape).filled(codes)
+    room_in(packed, codes.operand, (codes.shape[0], codes.shape[1])).filled(codes)
     return packed
 
 

@@ -34,14 +34,21 @@ from torch import Tensor, nn
 from scrimp.config.activations import Activations
 from scrimp.gemm import (
     FactoredLinear,
+    Gate,
+    PlannedLinear,
     SparseLowRankLinear,
     SummedLinear,
+    defers,
+    drops_codes,
+    gate_alone,
+    gated_products,
+    last_products,
     recomputed,
     run_again,
     run_again_before,
 )
 from scrimp.models.attention import AttentionLayout, attend, attention_operators
-from scrimp.models.functions import at_least_float32, rms_norm, swiglu
+from scrimp.models.functions import GATES, at_least_float32, rms_norm
 from scrimp.models.spec import AttentionSpec, LinearSpec, full_name
 
 KEEP = Activations()
@@ -173,27 +180,63 @@ class Mlp(nn.Module):
     """A gated MLP: act(gate) * up, then down.
 
     Args:
-        gated: act(gate) * up of both side by side.
+        gate: which function of gate and up it has.
     """
 
-    def __init__(
-        self, width: int, inner: int, place: Place, *, gated: Callable[[Tensor], Tensor] = swiglu
-    ) -> None:
+    def __init__(self, width: int, inner: int, place: Place, *, gate: Gate = "swiglu") -> None:
         super().__init__()
-        self.gated = gated
+        self.gate: Gate = gate
+        self.defers_gate = False
+        """Products make the gate's numbers where they quantize them (`scrimp.gemm.gated_products`)."""
         self.gate_up = Linear(width, 2 * inner, bias=False, device=place.device, dtype=place.dtype)
         self.down = Linear(inner, width, bias=False, device=place.device, dtype=place.dtype)
 
-    def forward(self, x_BTD: Tensor, norm: RMSNorm | None, activations: Activations = KEEP) -> Tensor:
-        """Token by token, of the residual stream."""
+    def forward(
+        self,
+        x_BTD: Tensor,
+        norm: RMSNorm | None,
+        activations: Activations = KEEP,
+        *,
+        ends_region: bool = False,
+    ) -> Tensor:
+        """Token by token, of the residual stream.
+
+        Args:
+            ends_region: a compiled graph makes all of it again but for its result.
+        """
+        gated = partial(gate_alone, gate=self.gate) if self.defers_gate else GATES[self.gate]
+        is_again = activations.recomputes("mlp")
+        norm_again = activations.recomputes("norms") and not is_again
+        may_defer = self.defers_gate and (not norm_again or torch.compiler.is_compiling())
+        if may_defer and defers(self.gate_up, self.down, x_BTD):
+            keeps_gated = not (activations.recomputes("swiglu") or ends_region)
+            return self._as_one(x_BTD, norm, is_again, norm_again, keeps_gated)
 
         def gates(x_BTD: Tensor) -> Tensor:
-            return self.gated(_product(self.gate_up, norm, x_BTD, False))
+            return gated(_product(self.gate_up, norm, x_BTD, norm_again))
 
-        if activations.recomputes("mlp"):
+        if is_again:
             return run_again_before(self.down, gates, x_BTD)
-        gate_up_BTF = _product(self.gate_up, norm, x_BTD, activations.recomputes("norms"))
-        return recomputed(self.down, self.gated, gate_up_BTF, always=activations.recomputes("swiglu"))
+        if ends_region and drops_codes(self.down):
+            return cast(Tensor, self.down(gates(x_BTD), made_again=True))
+        gate_up_BTF = _product(self.gate_up, norm, x_BTD, norm_again)
+        return recomputed(self.down, gated, gate_up_BTF, always=activations.recomputes("swiglu"))
+
+    def _as_one(
+        self, x_BTD: Tensor, norm: RMSNorm | None, is_again: bool, norm_again: bool, keeps_gated: bool
+    ) -> Tensor:
+        """Both products as one function, all of which is made again but for the last one, or the norm before it."""
+
+        def products(x_BTD: Tensor) -> Tensor:
+            layers = cast(PlannedLinear, self.gate_up), cast(PlannedLinear, self.down)
+            return gated_products(x_BTD, *layers, self.gate, keeps_gated=keeps_gated, made_again=norm_again)
+
+        if norm is not None and norm_again:
+            return products(run_again(norm, x_BTD, last=None))
+        if is_again:
+            keeps = last_products() if torch.compiler.is_compiling() else ()
+            return run_again(lambda x: products(_normed(x, norm)), x_BTD, last=self.down, keeps=keeps)
+        return products(_normed(x_BTD, norm))
 
 
 def _product(linear: Linear, norm: RMSNorm | None, x_BTD: Tensor, again: bool) -> Tensor:
@@ -203,6 +246,13 @@ def _product(linear: Linear, norm: RMSNorm | None, x_BTD: Tensor, again: bool) -
 
 def _normed(added_BTD: Tensor, norm: RMSNorm | None) -> Tensor:
     return added_BTD if norm is None else cast(Tensor, norm(added_BTD))
+
+
+def defer_gates(model: nn.Module) -> None:
+    """Let products make the numbers of the gates between them, where they run as one function."""
+    for module in model.modules():
+        if isinstance(module, Mlp):
+            module.defers_gate = True
 
 
 class Block(nn.Module):
@@ -241,18 +291,28 @@ class Block(nn.Module):
         super().compile(*args, **kwargs)
         self.is_compiled = True
 
-    def add(self, x_BTD: Tensor, attend: Attend, activations: Activations = KEEP) -> Tensor:
-        """The residual stream after this block, for attention of any kind."""
+    def add(
+        self,
+        x_BTD: Tensor,
+        attend: Attend,
+        activations: Activations = KEEP,
+        *,
+        ends_region: bool = False,
+    ) -> Tensor:
+        """The residual stream after this block, for attention of any kind; `ends_region` as of `Mlp.forward`."""
         added = self.attention(x_BTD, self.attention_norm, attend, activations)
         x_BTD = x_BTD + _normed(added, self.attention_output_norm)
-        return x_BTD + _normed(self.mlp(x_BTD, self.mlp_norm, activations), self.mlp_output_norm)
+        added = self.mlp(x_BTD, self.mlp_norm, activations, ends_region=ends_region)
+        return x_BTD + _normed(added, self.mlp_output_norm)
 
     def forward(self, x_BTD: Tensor, layout: AttentionLayout) -> Tensor:
         """The residual stream after this block."""
         added = partial(self.add, attend=partial(attend, layout=layout))
         if self.activations.recomputes("block"):
             # A norm after the last product reads it: then it is multiplied again.
-            return run_again(added, x_BTD, last=self.mlp.down if self.mlp_output_norm is None else None)
+            is_last = self.mlp_output_norm is None
+            added = partial(added, ends_region=is_last and torch.compiler.is_compiling())
+            return run_again(added, x_BTD, last=self.mlp.down if is_last else None)
         return added(x_BTD, activations=self.activations)
 
 

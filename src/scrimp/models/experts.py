@@ -341,7 +341,14 @@ class RoutedBlock(Block):
     routing: Tensor | None = None
     """sums_2E of the last forward pass; whoever takes them puts None here."""
 
-    def add(self, x_BTD: Tensor, attend: Attend, activations: Activations = KEEP) -> Tensor:
+    def add(
+        self,
+        x_BTD: Tensor,
+        attend: Attend,
+        activations: Activations = KEEP,
+        *,
+        ends_region: bool = False,
+    ) -> Tensor:
         """The residual stream after this block, for attention of any kind."""
         return self._added(x_BTD, attend, activations)[0]
 

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from scrimp.gemm import compute_dtype
+from scrimp.gemm import Gate, compute_dtype
 
 FusedNorm = Callable[[Tensor, Tensor, float], Tensor]
 """A function of x, weight and eps that stands for CUDA's kernel."""
@@ -116,6 +116,10 @@ def geglu(gate_up: Tensor) -> Tensor:
         return cast(Tensor, _GeGLU.apply(gate_up))  # type: ignore[no-untyped-call]
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+GATES: dict[Gate, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "geglu": geglu}
+"""From gate and up side by side, each by its name."""
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -4,9 +4,10 @@ Problem  A product in 8 or 4 bits is followed by the making of its operands: rea
          along rows and columns, scales, and what a kernel wants them padded and ordered as. How much that moves
          depends on the recipe and on the back end that runs it.
 Method   The layer's own `forward`, as a compiled block keeps its codes, and `backward` run on small CPU tensors by the
-         back end that a GPU would take, under the counter of operators (`counted_step.KernelCounter`). A kernel of Triton's is not run: it counts once, with
-         each tensor that it is given; torch's scaled products and Triton's product over tiles count as products, so
-         that what is left is quantization. Its bytes are linear in the sizes of a layer::
+         back end that a GPU would take, under the counter of operators (`counted_step.KernelCounter`). A kernel of
+         Triton's is not run: it counts once, with each tensor that it is given; torch's scaled products and Triton's
+         product over tiles count as products, so that what is left is quantization. Its bytes are linear in the sizes
+         of a layer::
 
              bytes = x T I + y T O + w I O        T tokens, I inputs, O outputs
 

@@ -27,11 +27,13 @@ from scrimp.gemm import (
     PlannedLayer,
     PlannedModel,
     backends_for,
+    gates_run,
     swap_in,
 )
 from scrimp.gemm.convert import split_products
 from scrimp.gemm.problem import DTYPES
 from scrimp.models import place
+from scrimp.models.blocks import defer_gates
 from scrimp.models.model import Model, build_model
 from scrimp.objectives import LossSums, Objective
 from scrimp.objectives.load_balance import with_load_balance
@@ -296,6 +298,8 @@ def realise(
     planned = None
     if replans or quantizes(plan, compute):
         planned = plan_layers(model, plan, choose or backends_for(device), seed, mesh)
+        if device.type == "cuda" and gates_run(device):
+            defer_gates(model)
         gather_codes(model, mesh)
     host = None if room is None else carry_out(plan.placement, model, room)
     stages = None if pipeline is None else Stages(model, pipeline, mesh)

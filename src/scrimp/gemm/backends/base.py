@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from scrimp.formats import QuantizedTensor
+from scrimp.gemm.deferred import Deferred, Matrix, made
 from scrimp.gemm.problem import Shape, Use
 from scrimp.gemm.weight_sums import Product
 
@@ -42,8 +43,12 @@ class Backend(ABC):
     ) -> None:
         """Try now what a first call of this GEMM into `out` would try, so that none of a run's own calls does."""
 
+    def makes(self, x: Deferred, use: Use) -> bool:
+        """Whether an operand's making makes the numbers of a deferred matrix too; other matrices are handed over."""
+        return False
+
     @abstractmethod
-    def prepare(self, x: Tensor, use: Use) -> Any:
+    def prepare(self, x: Matrix, use: Use) -> Any:
         """The operand of one GEMM, in the back end's own form."""
 
     @abstractmethod
@@ -59,16 +64,16 @@ class Backend(ABC):
         """
         return _Apart(self, a, b, compute, weight)
 
-    def prepare_pair(self, x: Tensor, first: Use, second: Use) -> tuple[Any, Any] | None:
+    def prepare_pair(self, x: Matrix, first: Use, second: Use) -> tuple[Any, Any] | None:
         """Two operands of one tensor in one pass over memory; None where that saves nothing, and they are
         better made one after the other."""
         return None
 
-    def store(self, x: Tensor, use: Use) -> QuantizedTensor:
+    def store(self, x: Matrix, use: Use) -> QuantizedTensor:
         """The codes of an operand, to be kept until the backward pass."""
-        return use.codes(x)
+        return use.codes(made(x))
 
-    def prepare_and_store(self, x: Tensor, use: Use, saved: Use) -> tuple[Any, QuantizedTensor]:
+    def prepare_and_store(self, x: Matrix, use: Use, saved: Use) -> tuple[Any, QuantizedTensor]:
         """fprop's operand of X and the codes that wgrad will read, in one pass where the back end can."""
         return self.prepare(x, use), self.store(x, saved)
 

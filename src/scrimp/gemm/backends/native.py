@@ -46,6 +46,7 @@ from scrimp.formats import QuantizedTensor
 from scrimp.gemm.backends.base import Backend
 from scrimp.gemm.backends.operands import (
     GROUPS,
+    PAIRED,
     KernelCodes,
     check_same_device,
     checked_matrix,
@@ -55,6 +56,7 @@ from scrimp.gemm.backends.operands import (
     kernel_pair,
     to_stored,
 )
+from scrimp.gemm.deferred import Deferred, Matrix, made
 from scrimp.gemm.problem import AXES, Shape, Use, multiply, operands_of
 from scrimp.gemm.weight_sums import PlainProduct, Product
 from scrimp.precision import Operand
@@ -99,22 +101,26 @@ class TorchBackend(Backend):
         a, b = operands_of(gemm, recipe)
         return None if a is None or b is None else _refusal(a, b, shape, device)
 
-    def prepare(self, x: Tensor, use: Use) -> _Plain | _Codes:
+    def makes(self, x: Deferred, use: Use) -> bool:
+        """Where Triton quantizes."""
+        return _has_kernel(x, use) and use.operand is not None and use.operand.scaling in PAIRED
+
+    def prepare(self, x: Matrix, use: Use) -> _Plain | _Codes:
         """Codes with the summed axis last; on a GPU by Triton's quantizers."""
         if use.operand is None:
-            return _Plain(checked_matrix(x))
+            return _Plain(checked_matrix(made(x)))
         if _has_kernel(x, use):
             return _of_kernel(kernel_codes(x, use, "swizzled"), use, x)
-        return self.load(super().store(checked_matrix(x), use))
+        return self.load(super().store(checked_matrix(made(x)), use))
 
-    def prepare_pair(self, x: Tensor, first: Use, second: Use) -> tuple[_Codes, _Codes] | None:
+    def prepare_pair(self, x: Matrix, first: Use, second: Use) -> tuple[_Codes, _Codes] | None:
         """Both copies of a gradient from the same passes over memory, where Triton quantizes."""
         if not _is_kernel_pair(x, first, second):
             return None
         a, b = kernel_pair(x, first, second, ("swizzled", "swizzled"))
         return _of_kernel(a, first, x), _of_kernel(b, second, x)
 
-    def prepare_and_store(self, x: Tensor, use: Use, saved: Use) -> tuple[_Plain | _Codes, QuantizedTensor]:
+    def prepare_and_store(self, x: Matrix, use: Use, saved: Use) -> tuple[_Plain | _Codes, QuantizedTensor]:
         """The same for fprop's operand and the codes that wgrad will read."""
         if not _is_kernel_pair(x, use, saved):
             return self.prepare(x, use), self.store(x, saved)
@@ -122,7 +128,7 @@ class TorchBackend(Backend):
         assert saved.operand is not None
         return _of_kernel(a, use, x), to_stored(codes, saved.operand, saved.axis, x.shape)
 
-    def store(self, x: Tensor, use: Use) -> QuantizedTensor:
+    def store(self, x: Matrix, use: Use) -> QuantizedTensor:
         """The reference's codes, by Triton's quantizers where they run."""
         assert use.operand is not None
         if _has_kernel(x, use):
@@ -163,7 +169,7 @@ class TorchBackend(Backend):
         return _PRODUCTS[_FAMILIES[a.operand.scaling]](gemm, a, b, out)
 
 
-def _has_kernel(x: Tensor, use: Use) -> bool:
+def _has_kernel(x: Matrix, use: Use) -> bool:
     """Whether Triton quantizes this operand; of tensors and rows not where a maximum is taken over ranks."""
     operand = use.operand
     if operand is None or operand.scaling not in QUANTIZED or not _is_on_gpu(x) or not has_triton():
@@ -173,15 +179,15 @@ def _has_kernel(x: Tensor, use: Use) -> bool:
     return operand.element != "e2m1" and not operand.hadamard and use.reduce_amax is None
 
 
-def _is_on_gpu(x: Tensor) -> bool:
+def _is_on_gpu(x: Matrix) -> bool:
     return x.device.type == "cuda"
 
 
-def _is_kernel_pair(x: Tensor, first: Use, second: Use) -> bool:
+def _is_kernel_pair(x: Matrix, first: Use, second: Use) -> bool:
     return _has_kernel(x, first) and _has_kernel(x, second) and is_kernel_pair(first, second)
 
 
-def _of_kernel(found: KernelCodes, use: Use, x: Tensor) -> _Codes:
+def _of_kernel(found: KernelCodes, use: Use, x: Matrix) -> _Codes:
     assert use.operand is not None
     is_swizzled = use.operand.scaling in GROUPS
     k = x.shape[use.axis]

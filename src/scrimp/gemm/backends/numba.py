@@ -32,6 +32,7 @@ from scrimp.gemm.backends.reference import (
     bf16_carriers,
     bf16_product,
 )
+from scrimp.gemm.deferred import Matrix, made
 from scrimp.gemm.problem import AXES, ROWS, Shape, Use
 from scrimp.precision import (
     HIGH_PRECISION,
@@ -78,8 +79,9 @@ class NumbaBackend(ReferenceBackend):
             return f"{recipe} quantizes nothing"
         return None if has_numba() else "numba is not installed (pip install scrimp[numba])"
 
-    def prepare(self, x: Tensor, use: Use) -> ReferenceOperand:
+    def prepare(self, x: Matrix, use: Use) -> ReferenceOperand:
         """Values after rounding, as the reference's."""
+        x = made(x)
         if not self._can_read(x, use.operand):
             return super().prepare(x, use)
         is_bf16 = x.dtype == torch.bfloat16 and self.multiplies_bf16_fast(x.device)
@@ -93,8 +95,9 @@ class NumbaBackend(ReferenceBackend):
         )
         return ReferenceOperand(FakeQuantized(values, scaled.outer, inner))
 
-    def store(self, x: Tensor, use: Use) -> QuantizedTensor:
+    def store(self, x: Matrix, use: Use) -> QuantizedTensor:
         """Codes, as the reference's."""
+        x = made(x)
         if not self._can_read(x, use.operand):
             return super().store(x, use)
         assert use.operand is not None

@@ -19,6 +19,7 @@ from scrimp.errors import DeviceError, PlanError
 from scrimp.formats import Noise, QuantizedTensor
 from scrimp.formats.quantize import FLOATS
 from scrimp.gemm import kernels
+from scrimp.gemm.deferred import Deferred, Matrix, made
 from scrimp.gemm.kernels.launch import Form, GroupsOf, QuantizedGroups, RestOfTiles
 from scrimp.gemm.problem import COLUMNS, ROWS, Use
 from scrimp.precision import Operand
@@ -64,8 +65,10 @@ def check_same_device(a: Tensor, b: Tensor) -> None:
         raise DeviceError("operands lie on different devices", got=f"{a.device} and {b.device}")
 
 
-def readable(x: Tensor) -> Tensor:
+def readable(x: Matrix) -> Matrix:
     """The same numbers, row-major in a type that kernels read."""
+    if isinstance(x, Deferred):
+        return x
     x = checked_matrix(x)
     return (x if x.dtype in (torch.bfloat16, torch.float32) else x.float()).contiguous()
 
@@ -76,7 +79,7 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def kernel_codes(x: Tensor, use: Use, form: Form = "codes") -> KernelCodes:
+def kernel_codes(x: Matrix, use: Use, form: Form = "codes") -> KernelCodes:
     """Quantize a matrix by Triton's kernels, in one of the scalings that have them.
 
     Args:
@@ -88,7 +91,7 @@ def kernel_codes(x: Tensor, use: Use, form: Form = "codes") -> KernelCodes:
             raise PlanError(
                 "no kernel packs blocks of 4 bits", do="keep tiles, or use the reference back end"
             )
-        blocks = kernels.quantize_blocks(readable(x), use.operand.element, transposed=use.axis == ROWS)
+        blocks = kernels.quantize_blocks(made(readable(x)), use.operand.element, transposed=use.axis == ROWS)
         if use.axis == COLUMNS:
             return KernelCodes(blocks.codes, blocks.scales)
         assert blocks.transposed_codes is not None
@@ -112,7 +115,7 @@ def is_kernel_pair(first: Use, second: Use) -> bool:
 
 
 def kernel_pair(
-    x: Tensor, first: Use, second: Use, forms: tuple[Form, Form] = ("codes", "codes")
+    x: Matrix, first: Use, second: Use, forms: tuple[Form, Form] = ("codes", "codes")
 ) -> tuple[KernelCodes, KernelCodes]:
     """Both operands of a pair that `is_kernel_pair` allows, from the same passes; forms as of `kernel_codes`."""
     row, column = _quantized(x, first, second, forms)
@@ -122,7 +125,7 @@ def kernel_pair(
 
 
 def _quantized(
-    x: Tensor, by_row: Use | None, by_column: Use | None, forms: tuple[Form, Form]
+    x: Matrix, by_row: Use | None, by_column: Use | None, forms: tuple[Form, Form]
 ) -> tuple[KernelCodes | None, KernelCodes | None]:
     """A matrix in tiles or groups, or with scales of rows or of the tensor: along its columns, its rows, or both."""
     use = by_row or by_column
@@ -154,11 +157,11 @@ def _quantized(
 
 
 def _in_groups(
-    x: Tensor, uses: tuple[Use | None, Use | None], forms: tuple[Form, Form]
+    x: Matrix, uses: tuple[Use | None, Use | None], forms: tuple[Form, Form]
 ) -> tuple[KernelCodes | None, KernelCodes | None]:
     """The same of groups, with the largest numbers of all ranks where they share a tensor."""
     maxima = kernels.group_maxima(x, *(None if use is None else use.operand for use in uses))
-    asked = []
+    asked: list[GroupsOf | None] = []
     for use, form, amax in zip(uses, forms, maxima, strict=True):
         if use is not None and use.reduce_amax is not None and amax is not None:
             use.reduce_amax(amax)

@@ -30,6 +30,7 @@ from scrimp.formats.quantized import INEXACT_IN_BF16, FakeQuantized
 from scrimp.gemm.backends.base import Backend
 from scrimp.gemm.backends.block_sums import add_scaled, sum_of_blocks
 from scrimp.gemm.cpu_products import has_bf16_units
+from scrimp.gemm.deferred import Matrix, made
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, multiply
 from scrimp.precision import HIGH_PRECISION
 
@@ -56,8 +57,9 @@ class ReferenceBackend(Backend):
         """All that it quantizes."""
         return recipe not in HIGH_PRECISION
 
-    def prepare(self, x: Tensor, use: Use) -> ReferenceOperand:
+    def prepare(self, x: Matrix, use: Use) -> ReferenceOperand:
         """Values after rounding, in the tensor's own layout; in bf16 carriers where x is bf16."""
+        x = made(x)
         if use.operand is None:
             return ReferenceOperand(FakeQuantized(x, None), is_plain=True)
         is_bf16 = x.dtype == torch.bfloat16 and self.multiplies_bf16_fast(x.device)

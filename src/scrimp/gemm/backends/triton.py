@@ -31,6 +31,7 @@ from scrimp.gemm import kernels
 from scrimp.gemm.backends.base import Backend
 from scrimp.gemm.backends.operands import (
     GROUPS,
+    PAIRED,
     KernelCodes,
     check_same_device,
     from_stored,
@@ -40,6 +41,7 @@ from scrimp.gemm.backends.operands import (
     kernel_pair,
     to_stored,
 )
+from scrimp.gemm.deferred import Deferred, Matrix
 from scrimp.gemm.kernels.launch import CODE_TYPES, INPUT_TYPES, may_run
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, operands_of
 from scrimp.gemm.weight_sums import Product
@@ -103,27 +105,31 @@ class TritonBackend(Backend):
             if gemm == "wgrad":
                 _adds(device, out, codes)
 
-    def prepare(self, x: Tensor, use: Use) -> KernelCodes | _Values:
+    def makes(self, x: Deferred, use: Use) -> bool:
+        """By all quantizers but that of blocks, which are weights'."""
+        return use.operand is not None and use.operand.scaling in PAIRED
+
+    def prepare(self, x: Matrix, use: Use) -> KernelCodes | _Values:
         """Codes of tiles and blocks; bf16 values of groups."""
         if _is_tiled(use.operand):
             return kernel_codes(x, use)
         return _values(kernel_codes(x, use, "values"))
 
     def prepare_pair(
-        self, x: Tensor, first: Use, second: Use
+        self, x: Matrix, first: Use, second: Use
     ) -> tuple[KernelCodes | _Values, KernelCodes | _Values] | None:
         """Both copies of a tiled tensor in one pass over memory; values of groups would lie side by side, four bytes
         for each number, to save the reading of two."""
         is_pair = _is_tiled(first.operand) and is_kernel_pair(first, second)
         return kernel_pair(x, first, second) if is_pair else None
 
-    def store(self, x: Tensor, use: Use) -> QuantizedTensor:
+    def store(self, x: Matrix, use: Use) -> QuantizedTensor:
         """The reference's codes, by the fused quantizers."""
         assert use.operand is not None
         return to_stored(kernel_codes(x, use, "kept"), use.operand, use.axis, x.shape)
 
     def prepare_and_store(
-        self, x: Tensor, use: Use, saved: Use
+        self, x: Matrix, use: Use, saved: Use
     ) -> tuple[KernelCodes | _Values, QuantizedTensor]:
         """fprop's operand and the codes for wgrad in one pass over memory."""
         if not is_kernel_pair(use, saved):

@@ -28,6 +28,7 @@ from scrimp.gemm.kernels.launch import (
 if TYPE_CHECKING:
     from scrimp.gemm.kernels.adamw import update_adamw
     from scrimp.gemm.kernels.block_scaled import quantize_blocks
+    from scrimp.gemm.kernels.gates import gate_matrix
     from scrimp.gemm.kernels.groups import group_maxima, quantize_groups
     from scrimp.gemm.kernels.kept import group_values, widen_codes
     from scrimp.gemm.kernels.loss import cross_entropy
@@ -49,6 +50,7 @@ __all__ = [
     "add_scaled_matmul",
     "apply_scales",
     "cross_entropy",
+    "gate_matrix",
     "group_maxima",
     "group_values",
     "quantize_blocks",
@@ -69,6 +71,7 @@ _HOMES = {
     "add_scaled_matmul": "matmul",
     "apply_scales": "outer_scales",
     "cross_entropy": "loss",
+    "gate_matrix": "gates",
     "group_maxima": "groups",
     "group_values": "kept",
     "quantize_blocks": "block_scaled",

@@ -64,7 +64,7 @@ NEXT_HASH = tl.constexpr(MULTIPLIERS[0])
 def read_average(values, scales, group, rows, columns, num_rows, num_columns):
     """A float32 block of an average; zero beyond the edges."""
     if scales is None:
-        x = load_block(values, rows, columns, num_rows, num_columns, num_columns, 1)
+        x = load_block(values, rows, columns, num_rows, num_columns)
     else:
         mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
         stored = tl.load(values + rows[:, None] * num_columns + columns[None, :], mask=mask, other=0)
@@ -150,7 +150,7 @@ def adamw_kernel(
     row_hash = address_hash(rows + first_row, row_key.to(tl.int64))
     column_hash = address_hash(columns + first_column, column_key.to(tl.int64))
     hashes = element_hash(row_hash[:, None], column_hash[None, :])
-    g = load_block(gradient, rows, columns, num_rows, num_columns, num_columns, 1) * clip
+    g = load_block(gradient, rows, columns, num_rows, num_columns) * clip
     if gradient.dtype.element_ty == tl.bfloat16:
         g = widen(to_bfloat16(g))
     m = read_average(mean, mean_scales, group, rows, columns, num_rows, num_columns)
@@ -158,7 +158,7 @@ def adamw_kernel(
     v = read_average(square, square_scales, group, rows, columns, num_rows, num_columns)
     v = v * beta2 + g * g * rest2
     change = tl.div_rn(m, tl.sqrt_rn(v) * root + eps) * rate
-    w = load_block(weight, rows, columns, num_rows, num_columns, num_columns, 1) * kept - change
+    w = load_block(weight, rows, columns, num_rows, num_columns) * kept - change
     tl.debug_barrier()  # threads may write what others read: stores are laid out as the stored type wants it
     if weight.dtype.element_ty == tl.bfloat16:
         store_block(weight, to_bfloat16_stochastic(w, hashes), rows, columns, num_rows, num_columns)

@@ -50,11 +50,10 @@ def block_of_program(num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def load_block(x, rows, columns, num_rows, num_columns, row_stride, column_stride):
-    """A float32 block, zero beyond the edges."""
+def load_block(x, rows, columns, num_rows, num_columns):
+    """A float32 block of a row-major matrix, zero beyond the edges."""
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    address = x + rows[:, None] * row_stride + columns[None, :] * column_stride
-    return widen(tl.load(address, mask=mask, other=0.0))
+    return widen(tl.load(x + rows[:, None] * num_columns + columns[None, :], mask=mask, other=0.0))
 
 
 @triton.jit

@@ -51,7 +51,7 @@ def quantize_blocks_kernel(
 ):
     """One block a program."""
     _, _, rows, columns = block_of_program(num_columns, BLOCK, BLOCK)
-    block = load_block(x, rows, columns, num_rows, num_columns, num_columns, 1)
+    block = load_block(x, rows, columns, num_rows, num_columns)
     scale = fp32_scale(tl.max(magnitude_bits(block)), ELEMENT)
     tl.store(scales + tl.program_id(0), scale)
     q = round_nearest(tl.div_rn(block, scale), ELEMENT).to(codes.dtype.element_ty)

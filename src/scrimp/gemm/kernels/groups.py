@@ -40,6 +40,7 @@ from torch import Tensor
 from scrimp.errors import PlanError
 from scrimp.formats import Noise
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
+from scrimp.gemm.deferred import Matrix
 from scrimp.gemm.kernels.arithmetic import (
     E4M3,
     NVFP4_MAX,
@@ -64,9 +65,10 @@ from scrimp.gemm.kernels.launch import (
     cdiv,
     check_choice,
     check_devices,
-    check_matrix,
+    check_source,
     element_constants,
     run,
+    source_of,
 )
 from scrimp.gemm.kernels.maxima import largest_magnitudes, load_rotated, rotation_for
 from scrimp.precision.formats import lookup_element, lookup_scaling
@@ -159,7 +161,7 @@ def store_values(to, values, outer, inner, num_outer, num_inner, AXIS: tl.conste
 
 @triton.jit
 def store_groups(
-    x,
+    source,
     rotation,
     result,
     hashes,
@@ -169,6 +171,7 @@ def store_groups(
     num_inner,
     AXIS: tl.constexpr,
     HOW: tl.constexpr,
+    GATE: tl.constexpr,
     NVFP4: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     GROUP_COLUMNS: tl.constexpr,
@@ -185,7 +188,8 @@ def store_groups(
     amax, out, scales, tensor_scale = result
     outer = outer_block * BLOCK + tl.arange(0, BLOCK)
     inner = inner_block * BLOCK + tl.arange(0, BLOCK)
-    block = load_rotated(x, rotation, outer, inner, num_outer, num_inner, AXIS, HOW[0], BLOCK)
+    x, gate_up = source
+    block = load_rotated(x, gate_up, rotation, outer, inner, num_outer, num_inner, AXIS, HOW[0], GATE, BLOCK)
     if HOW[0]:
         num_inner = tl.cdiv(num_inner, 16) * 16
     noise = 0.0
@@ -229,6 +233,7 @@ def store_groups(
 @triton.jit
 def quantize_groups_kernel(
     x,
+    gate_up,
     rotation,
     row_amax,
     row_out,
@@ -246,6 +251,7 @@ def quantize_groups_kernel(
     num_columns,
     ROW: tl.constexpr,
     COLUMN: tl.constexpr,
+    GATE: tl.constexpr,
     NVFP4: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     GROUP_COLUMNS: tl.constexpr,
@@ -258,7 +264,7 @@ def quantize_groups_kernel(
     block_row, block_column, _, _ = block_of_program(tl.cdiv(num_columns, 128) * 128, BLOCK, BLOCK)
     if ROW is not None:
         store_groups(
-            x,
+            (x, gate_up),
             rotation,
             (row_amax, row_out, row_scales, row_tensor_scale),
             (row_hashes, column_hashes),
@@ -268,6 +274,7 @@ def quantize_groups_kernel(
             num_columns,
             1,
             ROW,
+            GATE,
             NVFP4,
             GROUP_ROWS,
             GROUP_COLUMNS,
@@ -278,7 +285,7 @@ def quantize_groups_kernel(
         )
     if COLUMN is not None:
         store_groups(
-            x,
+            (x, gate_up),
             rotation,
             (column_amax, column_out, column_scales, column_tensor_scale),
             (second_column_hashes, second_row_hashes),
@@ -288,6 +295,7 @@ def quantize_groups_kernel(
             num_rows,
             0,
             COLUMN,
+            GATE,
             NVFP4,
             GROUP_ROWS,
             GROUP_COLUMNS,
@@ -299,12 +307,12 @@ def quantize_groups_kernel(
 
 
 def quantize_groups(
-    x: Tensor, by_row: GroupsOf | None, by_column: GroupsOf | None
+    x: Matrix, by_row: GroupsOf | None, by_column: GroupsOf | None
 ) -> tuple[QuantizedGroups | None, QuantizedGroups | None]:
     """Quantize a matrix in groups along its columns, its rows, or both, reading it once beside NVFP4's maximum.
 
     Args:
-        x: row-major [R, C], bfloat16 or float32.
+        x: row-major [R, C], bfloat16 or float32, or what makes it.
         by_row: groups along the columns.
         by_column: groups along the rows, of the same scaling and element; their codes come out transposed.
 
@@ -312,10 +320,10 @@ def quantize_groups(
         PlanError: a tensor or a choice that the kernel does not take.
         DeviceError: not on a CUDA device.
     """
-    check_matrix("x", x)
+    check_source("x", x)
     wanted = [one for one in (by_row, by_column) if one is not None]
     _check(wanted, by_row, by_column)
-    check_devices(x=x, **{f"amax {number}": one.amax for number, one in enumerate(wanted)})
+    check_devices(x=source_of(x)[0], **{f"amax {number}": one.amax for number, one in enumerate(wanted)})
     row = None if by_row is None else by_row.empty(x, -1)
     column = None if by_column is None else by_column.empty(x, -2)
     if x.numel():
@@ -323,7 +331,7 @@ def quantize_groups(
     return row, column
 
 
-def group_maxima(x: Tensor, by_row: Operand | None, by_column: Operand | None) -> list[Tensor | None]:
+def group_maxima(x: Matrix, by_row: Operand | None, by_column: Operand | None) -> list[Tensor | None]:
     """NVFP4's largest magnitudes of a matrix for groups along its columns and its rows, from one reading of memory.
 
     None where nothing is asked for, and of scalings without a scale of the whole tensor.
@@ -339,7 +347,7 @@ def group_maxima(x: Tensor, by_row: Operand | None, by_column: Operand | None) -
 
 
 def _launch(
-    x: Tensor,
+    x: Matrix,
     by_row: GroupsOf | None,
     by_column: GroupsOf | None,
     row: QuantizedGroups | None,
@@ -351,20 +359,23 @@ def _launch(
     amax_row, amax_column = group_maxima(
         x, *(None if one is None or one.amax is not None else one.operand for one in (by_row, by_column))
     )
+    first, gate_up, gate = source_of(x)
     num_rows, num_columns = x.shape
     rows, columns = (size + -size % HADAMARD_SIZE for size in x.shape)
     run(
         quantize_groups_kernel,
         (cdiv(num_rows, TILE) * cdiv(num_columns, TILE) * (TILE // BLOCK) ** 2,),
-        x,
-        rotation_for(x, any(one is not None and one.operand.hadamard for one in (by_row, by_column))),
-        *_arguments(x, by_row, row, amax_row),
-        *_arguments(x, by_column, column, amax_column),
-        *address_hashes(_stream(by_row), _stream(by_column), rows, columns, x),
+        first,
+        gate_up,
+        rotation_for(first, any(one is not None and one.operand.hadamard for one in (by_row, by_column))),
+        *_arguments(first, by_row, row, amax_row),
+        *_arguments(first, by_column, column, amax_column),
+        *address_hashes(_stream(by_row), _stream(by_column), rows, columns, first),
         num_rows,
         num_columns,
         ROW=by_row and by_row.how,
         COLUMN=by_column and by_column.how,
+        GATE=gate,
         NVFP4=scaling.has_tensor_scale,
         GROUP_ROWS=scaling.rows,
         GROUP_COLUMNS=scaling.columns,

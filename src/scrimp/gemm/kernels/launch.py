@@ -22,6 +22,7 @@ from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.noise import Noise
 from scrimp.formats.quantize import PAYLOAD_TYPES, SCALE_TYPES
 from scrimp.formats.quantized import QuantizedTensor
+from scrimp.gemm.deferred import Deferred, Matrix
 from scrimp.precision.formats import Element, lookup_element, lookup_scaling, scale_shape
 from scrimp.precision.recipes import Operand
 
@@ -132,7 +133,7 @@ class GroupsOf:
         """The noise that it is rounded with."""
         return (self.noise or Noise()) if self.operand.rounding == "stochastic" else None
 
-    def empty(self, x: Tensor, axis: int) -> QuantizedGroups:
+    def empty(self, x: Matrix, axis: int) -> QuantizedGroups:
         """Room for the result; what is not there has the scale 1."""
         if self.room is not None and x.numel():
             return QuantizedGroups(self.room.payload, self.room.scales, self.room.tensor_scale)
@@ -200,6 +201,29 @@ def check_matrix(name: str, x: Tensor) -> None:
             f"{name} has a type no kernel reads", got=str(x.dtype), expected="bfloat16 or float32"
         )
     check_row_major(name, x)
+
+
+def check_source(name: str, x: Matrix) -> None:
+    """The same of what a matrix is made of, where it is deferred."""
+    if not isinstance(x, Deferred):
+        check_matrix(name, x)
+        return
+    check_matrix(f"{name}.gate_up", x.gate_up)
+    if x.grad is None:
+        return
+    check_matrix(f"{name}.grad", x.grad)
+    rows, columns = x.gate_up.shape
+    if x.grad.dtype != x.dtype or x.grad.shape != (rows, columns // 2):
+        got = f"{x.grad.dtype} {tuple(x.grad.shape)} for {x.dtype} {tuple(x.gate_up.shape)}"
+        raise PlanError(f"{name} has a gradient that does not fit its gate", got=got)
+
+
+def source_of(x: Matrix) -> tuple[Tensor, Tensor, tuple[bool, bool] | None]:
+    """What kernels read of a matrix, and how they make it (`gates.load_source`)."""
+    if not isinstance(x, Deferred):
+        return x, x, None
+    first = x.gate_up if x.grad is None else x.grad
+    return first, x.gate_up, (x.grad is not None, x.gate == "geglu")
 
 
 def check_row_major(name: str, x: Tensor) -> None:

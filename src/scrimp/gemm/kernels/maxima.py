@@ -25,8 +25,10 @@ from torch import Tensor
 from scrimp.errors import PlanError
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.hadamard import rotate
-from scrimp.gemm.kernels.arithmetic import block_of_program, load_block, magnitude_bits
-from scrimp.gemm.kernels.launch import cdiv, check_devices, check_matrix, run
+from scrimp.gemm.deferred import Matrix
+from scrimp.gemm.kernels.arithmetic import block_of_program, magnitude_bits
+from scrimp.gemm.kernels.gates import load_source
+from scrimp.gemm.kernels.launch import cdiv, check_devices, check_source, run, source_of
 
 BLOCK, WARPS = 64, 4
 
@@ -34,6 +36,7 @@ BLOCK, WARPS = 64, 4
 @triton.jit
 def load_rotated(
     x,
+    gate_up,
     rotation,
     outer,
     inner,
@@ -41,6 +44,7 @@ def load_rotated(
     num_inner,
     AXIS: tl.constexpr,
     HADAMARD: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """float32 values [outer, inner] of a row-major matrix, each 16 along `inner` rotated if asked for.
@@ -48,9 +52,9 @@ def load_rotated(
     AXIS is the one that `inner` lies along: 1 the columns, 0 the rows.
     """
     if AXIS == 1:
-        block = load_block(x, outer, inner, num_outer, num_inner, num_inner, 1)
+        block = load_source(x, gate_up, outer, inner, num_outer, num_inner, 1, GATE)
     else:
-        block = load_block(x, outer, inner, num_outer, num_inner, 1, num_outer)
+        block = load_source(x, gate_up, inner, outer, num_inner, num_outer, 0, GATE)
     if HADAMARD:
         index = tl.arange(0, 16)
         matrix = tl.load(rotation + index[:, None] * 16 + index[None, :])
@@ -62,6 +66,7 @@ def load_rotated(
 @triton.jit
 def largest_magnitude_kernel(
     x,
+    gate_up,
     rotation,
     maxima,
     num_rows,
@@ -70,32 +75,38 @@ def largest_magnitude_kernel(
     BY_COLUMN: tl.constexpr,
     HADAMARD: tl.constexpr,
     HADAMARD_COLUMN: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Bits of the largest magnitude of each block, for each half that is asked for: [halves, blocks]."""
     _, _, rows, columns = block_of_program(num_columns, BLOCK, BLOCK)
     if BY_ROW:
-        block = load_rotated(x, rotation, rows, columns, num_rows, num_columns, 1, HADAMARD, BLOCK)
+        block = load_rotated(
+            x, gate_up, rotation, rows, columns, num_rows, num_columns, 1, HADAMARD, GATE, BLOCK
+        )
         tl.store(maxima + tl.program_id(0), tl.max(magnitude_bits(block)))
         maxima += tl.cdiv(num_rows, BLOCK) * tl.cdiv(num_columns, BLOCK)
     if BY_COLUMN:
-        block = load_rotated(x, rotation, columns, rows, num_columns, num_rows, 0, HADAMARD_COLUMN, BLOCK)
+        block = load_rotated(
+            x, gate_up, rotation, columns, rows, num_columns, num_rows, 0, HADAMARD_COLUMN, GATE, BLOCK
+        )
         tl.store(maxima + tl.program_id(0), tl.max(magnitude_bits(block)))
 
 
-def largest_magnitudes(x: Tensor, by_row: bool | None, by_column: bool | None) -> Tensor:
+def largest_magnitudes(x: Matrix, by_row: bool | None, by_column: bool | None) -> Tensor:
     """Largest magnitudes of a matrix for codes along its columns, its rows, or both; NaN where one is.
 
     Args:
-        x: row-major, bfloat16 or float32.
+        x: row-major, bfloat16 or float32, or what makes it.
         by_row: whether numbers are rotated along the columns first; None: not asked for.
         by_column: the same along the rows.
 
     Returns:
         float32, one number for each that is asked for, on x's device; 0 of an empty matrix.
     """
-    check_matrix("x", x)
-    check_devices(x=x)
+    check_source("x", x)
+    first, gate_up, gate = source_of(x)
+    check_devices(x=first, gate_up=gate_up)
     wanted = [one for one in (by_row, by_column) if one is not None]
     if not x.numel():
         return torch.zeros(len(wanted), device=x.device)
@@ -105,8 +116,9 @@ def largest_magnitudes(x: Tensor, by_row: bool | None, by_column: bool | None) -
     run(
         largest_magnitude_kernel,
         (num_blocks,),
-        x,
-        rotation_for(x, any(wanted)),
+        first,
+        gate_up,
+        rotation_for(first, any(wanted)),
         maxima,
         num_rows,
         num_columns,
@@ -114,13 +126,14 @@ def largest_magnitudes(x: Tensor, by_row: bool | None, by_column: bool | None) -
         BY_COLUMN=by_column is not None,
         HADAMARD=bool(by_row),
         HADAMARD_COLUMN=bool(by_column),
+        GATE=gate,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
     return maxima.amax(1).view(torch.float32)
 
 
-def tensor_amax(x: Tensor, hadamard: bool = False, axis: int = -1) -> Tensor:
+def tensor_amax(x: Matrix, hadamard: bool = False, axis: int = -1) -> Tensor:
     """Largest magnitude of a matrix, after its rotation along an axis if asked for; NaN where one is.
 
     Args:

@@ -55,8 +55,8 @@ def add_rounded_kernel(
 ):
     """One block of the sum. Keys are int64; first_row and first_column are the address of the first element."""
     _, _, rows, columns = block_of_program(num_columns, ROWS, COLUMNS)
-    exact = load_block(total, rows, columns, num_rows, num_columns, num_columns, 1)
-    exact += load_block(gradient, rows, columns, num_rows, num_columns, num_columns, 1)
+    exact = load_block(total, rows, columns, num_rows, num_columns)
+    exact += load_block(gradient, rows, columns, num_rows, num_columns)
     row_hash = address_hash(rows + first_row, row_key.to(tl.int64))
     column_hash = address_hash(columns + first_column, column_key.to(tl.int64))
     hashes = element_hash(row_hash[:, None], column_hash[None, :])

@@ -43,17 +43,17 @@ from torch import Tensor
 
 from scrimp.formats.noise import Noise
 from scrimp.formats.quantized import QuantizedTensor
+from scrimp.gemm.deferred import Matrix
 from scrimp.gemm.kernels.arithmetic import (
     block_of_program,
     fp32_scale,
-    load_block,
     magnitude_bits,
     quantized,
     rounded,
     store_block,
     uniform,
-    widen,
 )
+from scrimp.gemm.kernels.gates import load_source, source_values
 from scrimp.gemm.kernels.hashes import address_hashes
 from scrimp.gemm.kernels.launch import (
     CODE_TYPES,
@@ -64,10 +64,11 @@ from scrimp.gemm.kernels.launch import (
     cdiv,
     check_choice,
     check_devices,
-    check_matrix,
+    check_source,
     checked_element,
     element_constants,
     run,
+    source_of,
 )
 from scrimp.gemm.kernels.maxima import tensor_amax
 from scrimp.precision.formats import lookup_element
@@ -77,12 +78,6 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 256, 4096
 CHUNK_OF_WARP = 256
 """Eight numbers a thread, one load of 16 bytes in bf16: more warps to a row leave fewer rows at work, whose second
 reading the caches then hold."""
-
-
-@triton.jit
-def load_chunk(x, columns, num_columns):
-    """Some numbers of a row in float32, zero beyond its end."""
-    return widen(tl.load(x + columns, mask=columns < num_columns, other=0.0))
 
 
 @triton.jit
@@ -108,6 +103,7 @@ def store_chunk(
 @triton.jit
 def quantize_rows_kernel(
     x,
+    gate_up,
     codes,
     scales,
     row_hashes,
@@ -115,22 +111,24 @@ def quantize_rows_kernel(
     num_columns,
     WHOLE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    GATE: tl.constexpr,
     ELEMENT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """One row a program; WHOLE: it fits one chunk, and is held in registers between its maximum and its codes."""
     row = tl.program_id(0).to(tl.int64)
-    x += row * num_columns
     codes += row * num_columns
     columns = tl.arange(0, CHUNK)
     row_hash = 0
     if STOCHASTIC:
         row_hash = tl.load(row_hashes + row)
-    chunk = load_chunk(x, columns, num_columns)
+    chunk = source_values(x, gate_up, row, columns, columns < num_columns, num_columns, GATE)
     largest = magnitude_bits(chunk)
     if not WHOLE:
         for start in range(CHUNK, num_columns, CHUNK):
-            largest = tl.maximum(largest, magnitude_bits(load_chunk(x, start + columns, num_columns)))
+            here = start + columns
+            chunk = source_values(x, gate_up, row, here, here < num_columns, num_columns, GATE)
+            largest = tl.maximum(largest, magnitude_bits(chunk))
     scale = fp32_scale(tl.max(largest), ELEMENT)
     tl.store(scales + row, scale)
     if WHOLE:
@@ -138,23 +136,25 @@ def quantize_rows_kernel(
     else:
         for start in range(0, num_columns, CHUNK):
             here = start + columns
-            chunk = load_chunk(x, here, num_columns)
+            chunk = source_values(x, gate_up, row, here, here < num_columns, num_columns, GATE)
             store_chunk(codes, chunk, scale, here, num_columns, row_hash, column_hashes, STOCHASTIC, ELEMENT)
 
 
 @triton.jit
 def largest_magnitudes_kernel(
     x,
+    gate_up,
     row_maxima,
     column_maxima,
     num_rows,
     num_columns,
     BY_ROW: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Bits of the largest magnitude of each column, and of each row if asked for; both were zeros."""
     _, _, rows, columns = block_of_program(num_columns, BLOCK, BLOCK)
-    bits = magnitude_bits(load_block(x, rows, columns, num_rows, num_columns, num_columns, 1))
+    bits = magnitude_bits(load_source(x, gate_up, rows, columns, num_rows, num_columns, 1, GATE))
     if BY_ROW:
         tl.atomic_max(row_maxima + rows, tl.max(bits, 1), mask=rows < num_rows, sem="relaxed")
     tl.atomic_max(column_maxima + columns, tl.max(bits, 0), mask=columns < num_columns, sem="relaxed")
@@ -187,6 +187,7 @@ def scale_of(
 @triton.jit
 def write_codes_kernel(
     x,
+    gate_up,
     row_maxima,
     row_codes,
     row_scales,
@@ -205,13 +206,14 @@ def write_codes_kernel(
     TENSOR: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     STOCHASTIC_COLUMN: tl.constexpr,
+    GATE: tl.constexpr,
     ELEMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One block a program, by scales whose maxima are known. TRANSPOSED: codes by row are stored both ways."""
     block_row, block_column, rows, columns = block_of_program(num_columns, BLOCK, BLOCK)
     if BY_ROW:
-        block = load_block(x, rows, columns, num_rows, num_columns, num_columns, 1)
+        block = load_source(x, gate_up, rows, columns, num_rows, num_columns, 1, GATE)
         scale = scale_of(row_maxima, row_scales, rows, num_rows, block_column, 1, TENSOR, ELEMENT)
         noise = (row_hashes, column_hashes)
         q = quantized(block, scale, rows, columns, num_rows, num_columns, noise, 1, STOCHASTIC, ELEMENT).to(
@@ -221,8 +223,10 @@ def write_codes_kernel(
         if TRANSPOSED:
             store_block(column_codes, tl.trans(q), columns, rows, num_columns, num_rows)
     if BY_COLUMN:
-        # Again, from the first-level cache: held in registers through both halves, twice as many are needed.
-        block = load_block(x, rows, columns, num_rows, num_columns, num_columns, 1)
+        # Again, from the first-level cache: held in registers through both halves, twice as many are needed. What a
+        # gate makes takes longer than that.
+        if GATE is None or not BY_ROW:
+            block = load_source(x, gate_up, rows, columns, num_rows, num_columns, 1, GATE)
         scale = scale_of(column_maxima, column_scales, columns, num_columns, block_row, 0, TENSOR, ELEMENT)
         noise = (second_column_hashes, second_row_hashes)
         q = quantized(
@@ -232,7 +236,7 @@ def write_codes_kernel(
 
 
 def quantize_rows(
-    x: Tensor,
+    x: Matrix,
     element: str,
     *,
     by_row: bool,
@@ -244,7 +248,7 @@ def quantize_rows(
     """Quantize a matrix with a scale for each row, for each column, or both.
 
     Args:
-        x: row-major [R, C], bfloat16 or float32.
+        x: row-major [R, C], bfloat16 or float32, or what makes it.
         element: e4m3, e5m2 or int8; e2m1 is stored as E4M3 codes.
         by_row: a scale for each row, codes [R, C].
         by_column: a scale for each column, codes [C, R].
@@ -268,24 +272,27 @@ def quantize_rows(
         return row, column
     maxima = torch.zeros(num_columns + (num_rows if by_row else 0), dtype=torch.int32, device=x.device)
     of_columns, of_rows = maxima[:num_columns], maxima[num_columns:]
+    first, gate_up, gate = source_of(x)
     run(
         largest_magnitudes_kernel,
         (cdiv(num_rows, TILE) * cdiv(num_columns, TILE),),
-        x,
-        of_rows if by_row else x,
+        first,
+        gate_up,
+        of_rows if by_row else first,
         of_columns,
         num_rows,
         num_columns,
         BY_ROW=by_row,
+        GATE=gate,
         BLOCK=TILE,
-        num_warps=WARPS_NEAREST,
+        num_warps=WARPS_STOCHASTIC if gate else WARPS_NEAREST,
     )
     _write_codes(x, element, (of_rows, of_columns), row, column, (noise, noise_column), of_tensor=False)
     return row, column
 
 
 def quantize_tensor(
-    x: Tensor,
+    x: Matrix,
     element: str,
     *,
     by_row: bool,
@@ -308,16 +315,16 @@ def quantize_tensor(
 
 
 def _check(
-    x: Tensor, element: str, by_row: bool, by_column: bool, noise: Noise | None, noise_column: Noise | None
+    x: Matrix, element: str, by_row: bool, by_column: bool, noise: Noise | None, noise_column: Noise | None
 ) -> None:
-    check_matrix("x", x)
+    check_source("x", x)
     checked_element(element)
     check_choice(by_row, by_column, noise, noise_column)
-    check_devices(x=x)
+    check_devices(x=source_of(x)[0])
 
 
 def _empty(
-    x: Tensor,
+    x: Matrix,
     element: str,
     num_scales: int,
     wanted: bool,
@@ -339,20 +346,23 @@ def _empty(
     return ScaledRows(codes, scales)
 
 
-def _quantize_along_rows(x: Tensor, element: str, row: ScaledRows, noise: Noise | None) -> None:
+def _quantize_along_rows(x: Matrix, element: str, row: ScaledRows, noise: Noise | None) -> None:
     """Both maxima and codes from one reading of memory."""
     num_rows, num_columns = x.shape
+    first, gate_up, gate = source_of(x)
     chunk = min(max(triton.next_power_of_2(num_columns), SMALLEST_CHUNK), LARGEST_CHUNK)
     run(
         quantize_rows_kernel,
         (num_rows,),
-        x,
+        first,
+        gate_up,
         row.codes,
         row.scales,
-        *address_hashes(noise, None, num_rows, num_columns, x)[:2],
+        *address_hashes(noise, None, num_rows, num_columns, first)[:2],
         num_columns,
         WHOLE=num_columns <= chunk,
         STOCHASTIC=noise is not None,
+        GATE=gate,
         ELEMENT=element_constants(lookup_element(element)),
         CHUNK=chunk,
         num_warps=chunk // CHUNK_OF_WARP,
@@ -360,7 +370,7 @@ def _quantize_along_rows(x: Tensor, element: str, row: ScaledRows, noise: Noise 
 
 
 def _write_codes(
-    x: Tensor,
+    x: Matrix,
     element: str,
     maxima: tuple[Tensor, Tensor],
     row: ScaledRows | None,
@@ -371,16 +381,18 @@ def _write_codes(
 ) -> None:
     """The second pass: maxima, codes and noise are those of rows and of columns."""
     num_rows, num_columns = x.shape
+    first, gate_up, gate = source_of(x)
     is_stochastic = any(stream is not None for stream in noise)
     # One scale and no noise: both results have the same codes.
     is_same = of_tensor and row is not None and column is not None and not is_stochastic
     run(
         write_codes_kernel,
         (cdiv(num_rows, TILE) * cdiv(num_columns, TILE),),
-        x,
-        *((maxima[0], row.codes, row.scales) if row else (x, x, x)),
-        *((maxima[1], column.codes, column.scales) if column else (x, x, x)),
-        *address_hashes(*noise, num_rows, num_columns, x),
+        first,
+        gate_up,
+        *((maxima[0], row.codes, row.scales) if row else (first, first, first)),
+        *((maxima[1], column.codes, column.scales) if column else (first, first, first)),
+        *address_hashes(*noise, num_rows, num_columns, first),
         num_rows,
         num_columns,
         BY_ROW=row is not None,
@@ -389,7 +401,8 @@ def _write_codes(
         TENSOR=of_tensor,
         STOCHASTIC=noise[0] is not None,
         STOCHASTIC_COLUMN=noise[1] is not None,
+        GATE=gate,
         ELEMENT=element_constants(lookup_element(element)),
         BLOCK=TILE,
-        num_warps=WARPS_STOCHASTIC if is_stochastic else WARPS_NEAREST,
+        num_warps=WARPS_STOCHASTIC if is_stochastic or gate else WARPS_NEAREST,
     )

@@ -24,22 +24,22 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from scrimp.errors import PlanError
 from scrimp.formats.noise import Noise
 from scrimp.formats.quantized import QuantizedTensor
+from scrimp.gemm.deferred import Matrix
 from scrimp.gemm.kernels.arithmetic import (
     block_of_program,
     codes_of,
     fp32_scale,
-    load_block,
     magnitude_bits,
     quantized,
     round_nearest,
     store_block,
     store_codes,
 )
+from scrimp.gemm.kernels.gates import load_source
 from scrimp.gemm.kernels.hashes import address_hashes
 from scrimp.gemm.kernels.launch import (
     TILE,
@@ -50,12 +50,13 @@ from scrimp.gemm.kernels.launch import (
     cdiv,
     check_choice,
     check_devices,
-    check_matrix,
+    check_source,
     checked_element,
     element_constants,
     empty_rest,
     empty_tiles,
     run,
+    source_of,
 )
 from scrimp.precision.recipes import FALLBACK_SUM
 
@@ -128,6 +129,7 @@ def store_rest(
 @triton.jit
 def quantize_tiles_kernel(
     x,
+    gate_up,
     row_codes,
     row_scales,
     column_codes,
@@ -146,13 +148,14 @@ def quantize_tiles_kernel(
     STOCHASTIC: tl.constexpr,
     STOCHASTIC_COLUMN: tl.constexpr,
     LIMIT: tl.constexpr,
+    GATE: tl.constexpr,
     ELEMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One block of BLOCK x BLOCK a program; tiles along the rows fall back where there is room for a rest."""
     block_row, block_column, rows, columns = block_of_program(num_columns, BLOCK, BLOCK)
     if BY_ROW:
-        block = load_block(x, rows, columns, num_rows, num_columns, num_columns, 1)
+        block = load_source(x, gate_up, rows, columns, num_rows, num_columns, 1, GATE)
         tiles, hashes = (row_codes, row_scales), (row_hashes, column_hashes)
         q, divisor = store_tiles(
             block, rows, columns, num_rows, num_columns, block_column, tiles, hashes, 1, STOCHASTIC, ELEMENT
@@ -163,8 +166,10 @@ def quantize_tiles_kernel(
                 block, q, divisor, rows, columns, num_rows, num_columns, block_column, rest, LIMIT, ELEMENT
             )
     if BY_COLUMN:
-        # Again, from the first-level cache: held in registers through both halves, twice as many are needed.
-        block = load_block(x, rows, columns, num_rows, num_columns, num_columns, 1)
+        # Again, from the first-level cache: held in registers through both halves, twice as many are needed. What a
+        # gate makes takes longer than that.
+        if GATE is None or not BY_ROW:
+            block = load_source(x, gate_up, rows, columns, num_rows, num_columns, 1, GATE)
         tiles, hashes = (column_codes, column_scales), (second_column_hashes, second_row_hashes)
         store_tiles(
             block,
@@ -182,7 +187,7 @@ def quantize_tiles_kernel(
 
 
 def quantize_tiles(
-    x: Tensor,
+    x: Matrix,
     element: str,
     *,
     by_row: bool,
@@ -196,7 +201,7 @@ def quantize_tiles(
     """Quantize a matrix in tiles of 128 along its columns, its rows, or both, reading it once.
 
     Args:
-        x: row-major [R, C], bfloat16 or float32.
+        x: row-major [R, C], bfloat16 or float32, or what makes it.
         element: e2m1 (stored as E4M3 codes), e4m3, e5m2 or int8.
         by_row: tiles along the columns, codes [R, C].
         by_column: tiles along the rows, codes [C, R].
@@ -210,9 +215,10 @@ def quantize_tiles(
         PlanError: a tensor or a choice that the kernel does not take.
         DeviceError: not on a CUDA device.
     """
-    check_matrix("x", x)
+    check_source("x", x)
     check_choice(by_row, by_column, noise, noise_column)
-    check_devices(x=x)
+    first, gate_up, gate = source_of(x)
+    check_devices(x=first, gate_up=gate_up)
     _check(element, any(packed), fallback, by_row and noise is None)
     num_rows, num_columns = x.shape
     rest = empty_rest(num_rows, num_columns, element, x.device) if fallback else None
@@ -225,11 +231,12 @@ def quantize_tiles(
         run(
             quantize_tiles_kernel,
             (cdiv(num_rows, TILE) * cdiv(num_columns, TILE),),
-            x,
-            *(row or (x, x)),
-            *(column or (x, x)),
+            first,
+            gate_up,
+            *(row or (first, first)),
+            *(column or (first, first)),
             *((None, None, None) if rest is None else (rest.codes, rest.scales, rest.blocks)),
-            *address_hashes(noise, noise_column, num_rows, num_columns, x),
+            *address_hashes(noise, noise_column, num_rows, num_columns, first),
             num_rows,
             num_columns,
             BY_ROW=by_row,
@@ -237,9 +244,12 @@ def quantize_tiles(
             STOCHASTIC=noise is not None,
             STOCHASTIC_COLUMN=noise_column is not None,
             LIMIT=FALLBACK_SUM,
+            GATE=gate,
             ELEMENT=element_constants(checked_element(element)),
             BLOCK=TILE,
-            num_warps=WARPS_STOCHASTIC if noise or noise_column or any(packed) or fallback else WARPS_NEAREST,
+            num_warps=WARPS_STOCHASTIC
+            if noise or noise_column or any(packed) or fallback or gate
+            else WARPS_NEAREST,
         )
     return RowTiles(*row, rest) if row else None, ColumnTiles(*column) if column else None
 

@@ -115,7 +115,6 @@ class Gemma3(Llama):
     def build_block(self, index: int, place: Place) -> Block:
         """Norms before and after each of the two."""
         from scrimp.models.blocks import Attention, Block, Mlp, RMSNorm
-        from scrimp.models.functions import geglu
 
         a, attends = self.architecture, self.block(index).attention
         scale = math.sqrt(a.head_size / a.option("query_scalar", a.head_size))
@@ -125,7 +124,7 @@ class Gemma3(Llama):
         return Block(
             attends,
             Attention(attends, a.width, place, q_norm=q_norm, k_norm=k_norm),
-            Mlp(a.width, a.ffn_width, place, gated=geglu),
+            Mlp(a.width, a.ffn_width, place, gate="geglu"),
             **{name: self.build_norm(place) for name in _NORMS},
         )
 

@@ -21,6 +21,7 @@ from scrimp.formats import QuantizedTensor
 from scrimp.formats.quantized import INEXACT_IN_BF16
 from scrimp.gemm.backends import NumbaBackend
 from scrimp.gemm.backends.reference import ReferenceOperand
+from scrimp.gemm.deferred import Matrix, made
 from scrimp.gemm.problem import Shape, Use
 from scrimp.profiler.memory_trace.tracker import StorageTracker
 
@@ -43,8 +44,9 @@ class RememberedBackend(NumbaBackend):
         """Itself, as a `scrimp.gemm.BackendChooser`."""
         return self
 
-    def prepare(self, x: Tensor, use: Use) -> Any:
+    def prepare(self, x: Matrix, use: Use) -> Any:
         """As it is; high precision is handed through."""
+        x = made(x)
         if use.operand is None:
             return super().prepare(x, use)
         return self._remember(
@@ -59,8 +61,9 @@ class RememberedBackend(NumbaBackend):
         """On CUDA always, whatever the CPU that traces it does."""
         return self.stands_for_cuda or super().multiplies_bf16_fast(device)
 
-    def store(self, x: Tensor, use: Use) -> QuantizedTensor:
+    def store(self, x: Matrix, use: Use) -> QuantizedTensor:
         """As it is."""
+        x = made(x)
         found = self._remember(("store", *_key(x, use)), lambda: super(RememberedBackend, self).store(x, use))
         assert isinstance(found, QuantizedTensor)
         return found
