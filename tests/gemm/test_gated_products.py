@@ -79,7 +79,7 @@ def precision(request: pytest.FixtureRequest) -> LinearPrecision:
 
 
 def pair(
-    precision: LinearPrecision, gate: Gate = "swiglu", dtype: torch.dtype = torch.bfloat16
+    precision: LinearPrecision, gate: Gate = "silu", dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Gated, Gated]:
     """The same layers as one function and as three."""
     found = []
@@ -105,7 +105,7 @@ def test_one_function_gives_the_numbers_of_three(precision: LinearPrecision) -> 
 
 
 def test_gelu_and_float32() -> None:
-    joint, apart = pair(LinearPrecision.of("fp8"), "geglu", torch.float32)
+    joint, apart = pair(LinearPrecision.of("fp8"), "gelu", torch.float32)
     assert_same(passes(joint), passes(apart))
 
 

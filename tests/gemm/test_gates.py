@@ -19,7 +19,7 @@ from scrimp.gemm.deferred import Deferred, Gate, Matrix
 from scrimp.gemm.gated_products import gates_run
 from scrimp.gemm.kernels import GroupsOf, quantize_groups, quantize_rows, quantize_tensor, quantize_tiles
 
-GATES: tuple[Gate, Gate] = ("swiglu", "geglu")
+GATES: tuple[Gate, Gate] = ("silu", "gelu")
 SHAPES = ((128, 128), (131, 75), (1, 3))
 """Tokens and features, ragged ones too."""
 
@@ -51,7 +51,7 @@ def test_numbers_are_those_of_autograd_in_float64_rounded_once(
     first, up = wide.chunk(2, dim=-1)
     act = (
         torch.nn.functional.silu(first)
-        if gate == "swiglu"
+        if gate == "silu"
         else torch.nn.functional.gelu(first, approximate="tanh")
     )
     expected = act * up
@@ -68,7 +68,7 @@ def test_numbers_are_those_of_autograd_in_float64_rounded_once(
 def test_what_is_large_or_not_finite_stays_what_it_is() -> None:
     gate = torch.tensor([[300.0, -300.0, torch.inf, torch.nan, 1.0]], device=DEVICE)
     up = torch.tensor([[2.0, 2.0, 2.0, 2.0, torch.inf]], device=DEVICE)
-    found = Deferred(torch.cat([gate, up], 1), "swiglu").made()[0].tolist()
+    found = Deferred(torch.cat([gate, up], 1), "silu").made()[0].tolist()
     assert found[:3] == [600.0, 0.0, float("inf")]
     assert found[3] != found[3]
     assert found[4] == float("inf")
@@ -118,7 +118,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     gate_up, grad = tensors((8, 4), torch.float32)
     for wrong in (grad[:4], grad.bfloat16(), grad.t()):
         with pytest.raises(PlanError):
-            Deferred(gate_up, "swiglu", wrong).made()
+            Deferred(gate_up, "silu", wrong).made()
 
 
 def test_a_device_is_tried() -> None:

@@ -24,15 +24,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Gate = Literal["swiglu", "geglu"]
+Gate = Literal["silu", "gelu"]
+"""By the function of gate: SwiGLU, and GeGLU by its approximation with tanh."""
 
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
     """act(gate) * up, or with `grad` the gradients of gate and up side by side."""
 
-    gate_up: Tensor
-    """[T, 2F], row-major."""
+    halves: Tensor
+    """Gate and up side by side: [T, 2F], row-major."""
     gate: Gate
     grad: Tensor | None = None
     """[T, F], row-major: of act(gate) * up."""
@@ -40,21 +41,21 @@ class Deferred:
     @property
     def shape(self) -> torch.Size:
         """[T, F]; of gradients [T, 2F]."""
-        rows, columns = self.gate_up.shape
+        rows, columns = self.halves.shape
         return torch.Size((rows, columns // 2 if self.grad is None else columns))
 
     @property
     def dtype(self) -> torch.dtype:
         """Of its numbers."""
-        return self.gate_up.dtype
+        return self.halves.dtype
 
     @property
     def device(self) -> torch.device:
         """Where it would lie."""
-        return self.gate_up.device
+        return self.halves.device
 
     def __len__(self) -> int:
-        return len(self.gate_up)
+        return len(self.halves)
 
     def numel(self) -> int:
         """How many numbers it has."""

@@ -33,9 +33,9 @@ def _forward(x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
     return int(2 * math.prod(x_shape) * weight_shape[0])
 
 
-def _gated(gate_up_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
+def _gated(halves_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
     """fprop of what a gate makes."""
-    return int(2 * gate_up_shape[0] * math.prod(weight_shape))
+    return int(2 * halves_shape[0] * math.prod(weight_shape))
 
 
 def _backward(

@@ -126,16 +126,16 @@ class _GatedProducts(torch.autograd.Function):
             kind_in = DTYPE_NAMES[compute]  # the graph keeps nothing of it
         kind_out = second.saved_class if saves_out and keeps_gated else RECOMPUTED
         now = first.clock.reading
-        gate_up, *kept_in = _forward(x, weight_in, first, now, compute, kind_in, "")
+        halves, *kept_in = _forward(x, weight_in, first, now, compute, kind_in, "")
         if kind_out not in (CODES, RECOMPUTED):
-            y, *kept_out = _forward(gated(gate_up, gate), weight_out, second, now, compute, kind_out, "")
+            y, *kept_out = _forward(gated(halves, gate), weight_out, second, now, compute, kind_out, "")
         elif is_eager and only_saves(second):
             y = x.new_empty(len(x), len(weight_out), dtype=compute)
             kept_out = [x.new_empty(0), x.new_empty(0, dtype=torch.uint8)]
         else:
-            y, *kept_out = _forward(gate_up, weight_out, second, now, compute, kind_out, gate)
+            y, *kept_out = _forward(halves, weight_out, second, now, compute, kind_out, gate)
         handles = [first.handle, second.handle, *(one.handle for one in totals if one is not None)]
-        ctx.save_for_backward(weight_in, weight_out, gate_up, *kept_in, *kept_out, now, *handles)
+        ctx.save_for_backward(weight_in, weight_out, halves, *kept_in, *kept_out, now, *handles)
         ctx.sums = [one is not None for one in totals]
         ctx.gate, ctx.compute, ctx.input_dtype = gate, compute, x.dtype
         ctx.is_gated_kept = kind_out != RECOMPUTED
@@ -145,7 +145,7 @@ class _GatedProducts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: each reading of it makes again what is not kept
-        weight_in, weight_out, gate_up, *kept, now, first, second = saved[:10]
+        weight_in, weight_out, halves, *kept, now, first, second = saved[:10]
         x, packed_in, gated_x, packed_out = kept
         sums = list(saved[10:])
         total_in, total_out = (sums.pop(0) if has_sum else None for has_sum in ctx.sums)
@@ -153,7 +153,7 @@ class _GatedProducts(torch.autograd.Function):
         needs_gated, gate = needs_x or needs_in, ctx.gate
         grad_h, grad_out = _backward(
             g,
-            gated_x if ctx.is_gated_kept else gate_up,
+            gated_x if ctx.is_gated_kept else halves,
             packed_out,
             weight_out,
             second,
@@ -178,7 +178,7 @@ class _GatedProducts(torch.autograd.Function):
             needs_in,
             total_in,
             gate,
-            gate_up,
+            halves,
         )
         return (
             grad_x.to(ctx.input_dtype) if needs_x else None,
@@ -231,11 +231,11 @@ def _backward(
     needs_weight: bool,
     total: Tensor | None,
     gate: str,
-    gate_up: Tensor | None = None,
+    halves: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         found = operators.planned_backward(
-            g, x, packed, weight, handle, now, compute, needs_x, needs_weight, total, gate, gate_up
+            g, x, packed, weight, handle, now, compute, needs_x, needs_weight, total, gate, halves
         )
         return cast(tuple[Tensor, Tensor], found)
     step, first_row = now.tolist()
@@ -251,45 +251,45 @@ def _backward(
         needs_weight=needs_weight,
         total=None if total is None else sum_of(total),
         gate=gate,
-        gate_up=gate_up,
+        halves=halves,
     )
 
 
 @torch.library.custom_op("scrimp::gated", mutates_args=())
-def gated(gate_up: Tensor, gate: str) -> Tensor:
+def gated(halves: Tensor, gate: str) -> Tensor:
     """What a gate makes, as a matrix."""
-    return Deferred(gate_up, cast(Gate, gate)).made()
+    return Deferred(halves, cast(Gate, gate)).made()
 
 
 @gated.register_fake
-def _(gate_up: Tensor, gate: str) -> Tensor:
-    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+def _(halves: Tensor, gate: str) -> Tensor:
+    return halves.new_empty(halves.shape[0], halves.shape[1] // 2)
 
 
 @torch.library.custom_op("scrimp::gate_gradients", mutates_args=())
-def gate_gradients(grad: Tensor, gate_up: Tensor, gate: str) -> Tensor:
+def gate_gradients(grad: Tensor, halves: Tensor, gate: str) -> Tensor:
     """The gradients of gate and up side by side, as a matrix."""
-    return Deferred(gate_up, cast(Gate, gate), grad.contiguous()).made()
+    return Deferred(halves, cast(Gate, gate), grad.contiguous()).made()
 
 
 @gate_gradients.register_fake
-def _(grad: Tensor, gate_up: Tensor, gate: str) -> Tensor:
-    return torch.empty_like(gate_up)
+def _(grad: Tensor, halves: Tensor, gate: str) -> Tensor:
+    return torch.empty_like(halves)
 
 
-def gate_alone(gate_up: Tensor, gate: Gate) -> Tensor:
+def gate_alone(halves: Tensor, gate: Gate) -> Tensor:
     """The gate between layers that run one by one, with the numbers of those that do not."""
-    matrix = gate_up.flatten(0, -2)
+    matrix = halves.flatten(0, -2)
     found = cast(Tensor, _Gate.apply(matrix, gate))  # type: ignore[no-untyped-call]
-    return found.view(*gate_up.shape[:-1], found.shape[-1])
+    return found.view(*halves.shape[:-1], found.shape[-1])
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, gate: Gate) -> Tensor:
-        ctx.save_for_backward(gate_up)
+    def forward(ctx: Any, halves: Tensor, gate: Gate) -> Tensor:
+        ctx.save_for_backward(halves)
         ctx.gate = gate
-        return cast(Tensor, gated(gate_up, gate))
+        return cast(Tensor, gated(halves, gate))
 
     @staticmethod
     @once_differentiable
@@ -303,13 +303,13 @@ def gates_run(device: torch.device) -> bool:
 
     def trial() -> bool:
         generator = torch.Generator().manual_seed(0)
-        gate_up = torch.randn(130, 150, generator=generator).to(device)
-        wide = gate_up.double().requires_grad_()
+        halves = torch.randn(130, 150, generator=generator).to(device)
+        wide = halves.double().requires_grad_()
         gate, up = wide.chunk(2, dim=-1)
         expected = torch.nn.functional.silu(gate) * up
         (gradients,) = torch.autograd.grad(expected.sum(), wide)
-        ones = gate_up.new_ones(up.shape)
-        found = Deferred(gate_up, "swiglu").made(), Deferred(gate_up, "swiglu", ones).made()
+        ones = halves.new_ones(up.shape)
+        found = Deferred(halves, "silu").made(), Deferred(halves, "silu", ones).made()
         pairs = zip(found, (expected, gradients), strict=True)
         return all(torch.allclose(a.double(), b, rtol=1e-5, atol=1e-5) for a, b in pairs)
 

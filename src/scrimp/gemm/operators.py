@@ -58,20 +58,20 @@ def run_backward(
     needs_weight: bool,
     total: WeightSum | None,
     gate: str = "",
-    gate_up: Tensor | None = None,
+    halves: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dX and dW; an empty tensor for what is not needed, and for dW where it is added to a sum.
 
     Args:
-        gate: without `gate_up` x holds gate and up, as of `run_forward`, if there are no codes of X.
-        gate_up: what the layer made of X; g is then the gradient of what the gate makes of it.
+        gate: without `halves` x holds gate and up, as of `run_forward`, if there are no codes of X.
+        halves: what the layer made of X; g is then the gradient of what the gate makes of it.
     """
-    source: Matrix = g if gate_up is None else Deferred(gate_up, cast(Gate, gate), g)
+    source: Matrix = g if halves is None else Deferred(halves, cast(Gate, gate), g)
     saved: Matrix | QuantizedTensor = x
     if packed.numel():
         saved = unpack(packed, layer.precision.saved, (g.shape[0], weight.shape[1]))
     elif needs_weight:
-        is_gated = gate and gate_up is None
+        is_gated = gate and halves is None
         saved = _not_kept(Deferred(x, cast(Gate, gate)) if is_gated else x, weight, layer, compute, now)
     with torch.autocast(g.device.type, enabled=False):
         grad_x, grad_weight = backward(
@@ -118,19 +118,19 @@ def _(
 
 @torch.library.custom_op("scrimp::gated_forward", mutates_args=())
 def gated_forward(
-    gate_up: Tensor, weight: Tensor, handle: Tensor, now: Tensor, compute: torch.dtype, kind: str, gate: str
+    halves: Tensor, weight: Tensor, handle: Tensor, now: Tensor, compute: torch.dtype, kind: str, gate: str
 ) -> tuple[Tensor, Tensor]:
     """The same of what a gate makes. An operator of its own, so that regions that are made again can leave it out."""
     step, first_row = now.tolist()
-    packed = _room(gate_up, weight, kind)
-    return run_forward(gate_up, weight, layer_of(handle), (step, first_row), compute, packed, gate), packed
+    packed = _room(halves, weight, kind)
+    return run_forward(halves, weight, layer_of(handle), (step, first_row), compute, packed, gate), packed
 
 
 @gated_forward.register_fake
 def _(
-    gate_up: Tensor, weight: Tensor, handle: Tensor, now: Tensor, compute: torch.dtype, kind: str, gate: str
+    halves: Tensor, weight: Tensor, handle: Tensor, now: Tensor, compute: torch.dtype, kind: str, gate: str
 ) -> tuple[Tensor, Tensor]:
-    return gate_up.new_empty(gate_up.shape[0], weight.shape[0], dtype=compute), _room(gate_up, weight, kind)
+    return halves.new_empty(halves.shape[0], weight.shape[0], dtype=compute), _room(halves, weight, kind)
 
 
 def _room(x: Tensor, weight: Tensor, kind: str) -> Tensor:
@@ -151,7 +151,7 @@ def planned_backward(
     needs_weight: bool,
     total: Tensor | None,
     gate: str = "",
-    gate_up: Tensor | None = None,
+    halves: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dX and dW, as of `run_backward`; `total` is the handle of a sum."""
     step, first_row = now.tolist()
@@ -167,7 +167,7 @@ def planned_backward(
         needs_weight=needs_weight,
         total=None if total is None else sum_of(total),
         gate=gate,
-        gate_up=gate_up,
+        halves=halves,
     )
 
 
@@ -184,7 +184,7 @@ def _(
     needs_weight: bool,
     total: Tensor | None,
     gate: str = "",
-    gate_up: Tensor | None = None,
+    halves: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     grad_x = g.new_empty(g.shape[0], weight.shape[1], dtype=compute) if needs_x else g.new_empty(0)
     return grad_x, torch.empty_like(weight) if needs_weight and total is None else g.new_empty(0)

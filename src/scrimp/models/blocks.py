@@ -183,7 +183,7 @@ class Mlp(nn.Module):
         gate: which function of gate and up it has.
     """
 
-    def __init__(self, width: int, inner: int, place: Place, *, gate: Gate = "swiglu") -> None:
+    def __init__(self, width: int, inner: int, place: Place, *, gate: Gate = "silu") -> None:
         super().__init__()
         self.gate: Gate = gate
         self.defers_gate = False

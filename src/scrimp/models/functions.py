@@ -118,8 +118,8 @@ def geglu(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-GATES: dict[Gate, Callable[[Tensor], Tensor]] = {"swiglu": swiglu, "geglu": geglu}
-"""From gate and up side by side, each by its name."""
+GATES: dict[Gate, Callable[[Tensor], Tensor]] = {"silu": swiglu, "gelu": geglu}
+"""From gate and up side by side, each by the function of the gate."""
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -55,44 +55,44 @@ def rounded_like(value, pointer):
 
 
 @triton.jit
-def source_values(x, gate_up, row, column, mask, num_columns, GATE: tl.constexpr):
+def source_values(x, halves, row, column, mask, num_columns, GATE: tl.constexpr):
     """float32 values at rows and columns of a matrix with so many columns, zero where the mask is off."""
     if GATE is None:
         found = widen(tl.load(x + row * num_columns + column, mask=mask, other=0.0))
     elif not GATE[0]:
-        at = gate_up + row * (2 * num_columns) + column
+        at = halves + row * (2 * num_columns) + column
         gate = widen(tl.load(at, mask=mask, other=0.0))
         up = widen(tl.load(at + num_columns, mask=mask, other=0.0))
         s, _ = sigmoid_of(gate, GATE[1])
-        found = rounded_like(gate * s * up, gate_up)
+        found = rounded_like(gate * s * up, halves)
     else:
         width = num_columns // 2
         is_up = column >= width
         within = tl.where(is_up, column - width, column)
-        at = gate_up + row * num_columns + within
+        at = halves + row * num_columns + within
         gate = widen(tl.load(at, mask=mask, other=0.0))
         grad = widen(tl.load(x + row * width + within, mask=mask, other=0.0))
         up = widen(tl.load(at + width, mask=mask & (column < width), other=0.0))
         s, slope = sigmoid_of(gate, GATE[1])
         of_gate = grad * up * (s * (1.0 + gate * slope * (1.0 - s)))
-        found = rounded_like(tl.where(is_up, grad * (gate * s), of_gate), gate_up)
+        found = rounded_like(tl.where(is_up, grad * (gate * s), of_gate), halves)
     return found
 
 
 @triton.jit
-def load_source(x, gate_up, rows, columns, num_rows, num_columns, AXIS: tl.constexpr, GATE: tl.constexpr):
+def load_source(x, halves, rows, columns, num_rows, num_columns, AXIS: tl.constexpr, GATE: tl.constexpr):
     """A float32 block [rows, columns], or where AXIS is 0 [columns, rows], zero beyond the edges."""
     row = rows[:, None] if AXIS == 1 else rows[None, :]
     column = columns[None, :] if AXIS == 1 else columns[:, None]
     mask = (row < num_rows) & (column < num_columns)
-    return source_values(x, gate_up, row, column, mask, num_columns, GATE)
+    return source_values(x, halves, row, column, mask, num_columns, GATE)
 
 
 @triton.jit
-def gate_matrix_kernel(x, gate_up, out, num_rows, num_columns, GATE: tl.constexpr, BLOCK: tl.constexpr):
+def gate_matrix_kernel(x, halves, out, num_rows, num_columns, GATE: tl.constexpr, BLOCK: tl.constexpr):
     """One block a program, as it is."""
     _, _, rows, columns = block_of_program(num_columns, BLOCK, BLOCK)
-    block = load_source(x, gate_up, rows, columns, num_rows, num_columns, 1, GATE)
+    block = load_source(x, halves, rows, columns, num_rows, num_columns, 1, GATE)
     if out.dtype.element_ty == tl.bfloat16:
         store_block(out, to_bfloat16(block), rows, columns, num_rows, num_columns)
     else:
@@ -107,15 +107,15 @@ def gate_matrix(x: Deferred) -> Tensor:
         DeviceError: not on a CUDA device.
     """
     check_source("x", x)
-    check_devices(gate_up=x.gate_up, grad=x.grad)
+    check_devices(halves=x.halves, grad=x.grad)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        first, gate_up, gate = source_of(x)
+        first, halves, gate = source_of(x)
         run(
             gate_matrix_kernel,
             (cdiv(x.shape[0], TILE) * cdiv(x.shape[1], TILE),),
             first,
-            gate_up,
+            halves,
             out,
             *x.shape,
             GATE=gate,

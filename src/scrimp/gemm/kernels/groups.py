@@ -188,8 +188,8 @@ def store_groups(
     amax, out, scales, tensor_scale = result
     outer = outer_block * BLOCK + tl.arange(0, BLOCK)
     inner = inner_block * BLOCK + tl.arange(0, BLOCK)
-    x, gate_up = source
-    block = load_rotated(x, gate_up, rotation, outer, inner, num_outer, num_inner, AXIS, HOW[0], GATE, BLOCK)
+    x, halves = source
+    block = load_rotated(x, halves, rotation, outer, inner, num_outer, num_inner, AXIS, HOW[0], GATE, BLOCK)
     if HOW[0]:
         num_inner = tl.cdiv(num_inner, 16) * 16
     noise = 0.0
@@ -233,7 +233,7 @@ def store_groups(
 @triton.jit
 def quantize_groups_kernel(
     x,
-    gate_up,
+    halves,
     rotation,
     row_amax,
     row_out,
@@ -264,7 +264,7 @@ def quantize_groups_kernel(
     block_row, block_column, _, _ = block_of_program(tl.cdiv(num_columns, 128) * 128, BLOCK, BLOCK)
     if ROW is not None:
         store_groups(
-            (x, gate_up),
+            (x, halves),
             rotation,
             (row_amax, row_out, row_scales, row_tensor_scale),
             (row_hashes, column_hashes),
@@ -285,7 +285,7 @@ def quantize_groups_kernel(
         )
     if COLUMN is not None:
         store_groups(
-            (x, gate_up),
+            (x, halves),
             rotation,
             (column_amax, column_out, column_scales, column_tensor_scale),
             (second_column_hashes, second_row_hashes),
@@ -359,14 +359,14 @@ def _launch(
     amax_row, amax_column = group_maxima(
         x, *(None if one is None or one.amax is not None else one.operand for one in (by_row, by_column))
     )
-    first, gate_up, gate = source_of(x)
+    first, halves, gate = source_of(x)
     num_rows, num_columns = x.shape
     rows, columns = (size + -size % HADAMARD_SIZE for size in x.shape)
     run(
         quantize_groups_kernel,
         (cdiv(num_rows, TILE) * cdiv(num_columns, TILE) * (TILE // BLOCK) ** 2,),
         first,
-        gate_up,
+        halves,
         rotation_for(first, any(one is not None and one.operand.hadamard for one in (by_row, by_column))),
         *_arguments(first, by_row, row, amax_row),
         *_arguments(first, by_column, column, amax_column),

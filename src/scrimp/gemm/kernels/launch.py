@@ -208,13 +208,13 @@ def check_source(name: str, x: Matrix) -> None:
     if not isinstance(x, Deferred):
         check_matrix(name, x)
         return
-    check_matrix(f"{name}.gate_up", x.gate_up)
+    check_matrix(f"{name}.halves", x.halves)
     if x.grad is None:
         return
     check_matrix(f"{name}.grad", x.grad)
-    rows, columns = x.gate_up.shape
+    rows, columns = x.halves.shape
     if x.grad.dtype != x.dtype or x.grad.shape != (rows, columns // 2):
-        got = f"{x.grad.dtype} {tuple(x.grad.shape)} for {x.dtype} {tuple(x.gate_up.shape)}"
+        got = f"{x.grad.dtype} {tuple(x.grad.shape)} for {x.dtype} {tuple(x.halves.shape)}"
         raise PlanError(f"{name} has a gradient that does not fit its gate", got=got)
 
 
@@ -222,8 +222,8 @@ def source_of(x: Matrix) -> tuple[Tensor, Tensor, tuple[bool, bool] | None]:
     """What kernels read of a matrix, and how they make it (`gates.load_source`)."""
     if not isinstance(x, Deferred):
         return x, x, None
-    first = x.gate_up if x.grad is None else x.grad
-    return first, x.gate_up, (x.grad is not None, x.gate == "geglu")
+    first = x.halves if x.grad is None else x.grad
+    return first, x.halves, (x.grad is not None, x.gate == "gelu")
 
 
 def check_row_major(name: str, x: Tensor) -> None:

@@ -36,7 +36,7 @@ BLOCK, WARPS = 64, 4
 @triton.jit
 def load_rotated(
     x,
-    gate_up,
+    halves,
     rotation,
     outer,
     inner,
@@ -52,9 +52,9 @@ def load_rotated(
     AXIS is the one that `inner` lies along: 1 the columns, 0 the rows.
     """
     if AXIS == 1:
-        block = load_source(x, gate_up, outer, inner, num_outer, num_inner, 1, GATE)
+        block = load_source(x, halves, outer, inner, num_outer, num_inner, 1, GATE)
     else:
-        block = load_source(x, gate_up, inner, outer, num_inner, num_outer, 0, GATE)
+        block = load_source(x, halves, inner, outer, num_inner, num_outer, 0, GATE)
     if HADAMARD:
         index = tl.arange(0, 16)
         matrix = tl.load(rotation + index[:, None] * 16 + index[None, :])
@@ -66,7 +66,7 @@ def load_rotated(
 @triton.jit
 def largest_magnitude_kernel(
     x,
-    gate_up,
+    halves,
     rotation,
     maxima,
     num_rows,
@@ -82,13 +82,13 @@ def largest_magnitude_kernel(
     _, _, rows, columns = block_of_program(num_columns, BLOCK, BLOCK)
     if BY_ROW:
         block = load_rotated(
-            x, gate_up, rotation, rows, columns, num_rows, num_columns, 1, HADAMARD, GATE, BLOCK
+            x, halves, rotation, rows, columns, num_rows, num_columns, 1, HADAMARD, GATE, BLOCK
         )
         tl.store(maxima + tl.program_id(0), tl.max(magnitude_bits(block)))
         maxima += tl.cdiv(num_rows, BLOCK) * tl.cdiv(num_columns, BLOCK)
     if BY_COLUMN:
         block = load_rotated(
-            x, gate_up, rotation, columns, rows, num_columns, num_rows, 0, HADAMARD_COLUMN, GATE, BLOCK
+            x, halves, rotation, columns, rows, num_columns, num_rows, 0, HADAMARD_COLUMN, GATE, BLOCK
         )
         tl.store(maxima + tl.program_id(0), tl.max(magnitude_bits(block)))
 
@@ -105,8 +105,8 @@ def largest_magnitudes(x: Matrix, by_row: bool | None, by_column: bool | None) -
         float32, one number for each that is asked for, on x's device; 0 of an empty matrix.
     """
     check_source("x", x)
-    first, gate_up, gate = source_of(x)
-    check_devices(x=first, gate_up=gate_up)
+    first, halves, gate = source_of(x)
+    check_devices(x=first, halves=halves)
     wanted = [one for one in (by_row, by_column) if one is not None]
     if not x.numel():
         return torch.zeros(len(wanted), device=x.device)
@@ -117,7 +117,7 @@ def largest_magnitudes(x: Matrix, by_row: bool | None, by_column: bool | None) -
         largest_magnitude_kernel,
         (num_blocks,),
         first,
-        gate_up,
+        halves,
         rotation_for(first, any(wanted)),
         maxima,
         num_rows,

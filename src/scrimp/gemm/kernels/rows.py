@@ -103,7 +103,7 @@ def store_chunk(
 @triton.jit
 def quantize_rows_kernel(
     x,
-    gate_up,
+    halves,
     codes,
     scales,
     row_hashes,
@@ -122,12 +122,12 @@ def quantize_rows_kernel(
     row_hash = 0
     if STOCHASTIC:
         row_hash = tl.load(row_hashes + row)
-    chunk = source_values(x, gate_up, row, columns, columns < num_columns, num_columns, GATE)
+    chunk = source_values(x, halves, row, columns, columns < num_columns, num_columns, GATE)
     largest = magnitude_bits(chunk)
     if not WHOLE:
         for start in range(CHUNK, num_columns, CHUNK):
             here = start + columns
-            chunk = source_values(x, gate_up, row, here, here < num_columns, num_columns, GATE)
+            chunk = source_values(x, halves, row, here, here < num_columns, num_columns, GATE)
             largest = tl.maximum(largest, magnitude_bits(chunk))
     scale = fp32_scale(tl.max(largest), ELEMENT)
     tl.store(scales + row, scale)
@@ -136,14 +136,14 @@ def quantize_rows_kernel(
     else:
         for start in range(0, num_columns, CHUNK):
             here = start + columns
-            chunk = source_values(x, gate_up, row, here, here < num_columns, num_columns, GATE)
+            chunk = source_values(x, halves, row, here, here < num_columns, num_columns, GATE)
             store_chunk(codes, chunk, scale, here, num_columns, row_hash, column_hashes, STOCHASTIC, ELEMENT)
 
 
 @triton.jit
 def largest_magnitudes_kernel(
     x,
-    gate_up,
+    halves,
     row_maxima,
     column_maxima,
     num_rows,
@@ -154,7 +154,7 @@ def largest_magnitudes_kernel(
 ):
     """Bits of the largest magnitude of each column, and of each row if asked for; both were zeros."""
     _, _, rows, columns = block_of_program(num_columns, BLOCK, BLOCK)
-    bits = magnitude_bits(load_source(x, gate_up, rows, columns, num_rows, num_columns, 1, GATE))
+    bits = magnitude_bits(load_source(x, halves, rows, columns, num_rows, num_columns, 1, GATE))
     if BY_ROW:
         tl.atomic_max(row_maxima + rows, tl.max(bits, 1), mask=rows < num_rows, sem="relaxed")
     tl.atomic_max(column_maxima + columns, tl.max(bits, 0), mask=columns < num_columns, sem="relaxed")
@@ -187,7 +187,7 @@ def scale_of(
 @triton.jit
 def write_codes_kernel(
     x,
-    gate_up,
+    halves,
     row_maxima,
     row_codes,
     row_scales,
@@ -213,7 +213,7 @@ def write_codes_kernel(
     """One block a program, by scales whose maxima are known. TRANSPOSED: codes by row are stored both ways."""
     block_row, block_column, rows, columns = block_of_program(num_columns, BLOCK, BLOCK)
     if BY_ROW:
-        block = load_source(x, gate_up, rows, columns, num_rows, num_columns, 1, GATE)
+        block = load_source(x, halves, rows, columns, num_rows, num_columns, 1, GATE)
         scale = scale_of(row_maxima, row_scales, rows, num_rows, block_column, 1, TENSOR, ELEMENT)
         noise = (row_hashes, column_hashes)
         q = quantized(block, scale, rows, columns, num_rows, num_columns, noise, 1, STOCHASTIC, ELEMENT).to(
@@ -226,7 +226,7 @@ def write_codes_kernel(
         # Again, from the first-level cache: held in registers through both halves, twice as many are needed. What a
         # gate makes takes longer than that.
         if GATE is None or not BY_ROW:
-            block = load_source(x, gate_up, rows, columns, num_rows, num_columns, 1, GATE)
+            block = load_source(x, halves, rows, columns, num_rows, num_columns, 1, GATE)
         scale = scale_of(column_maxima, column_scales, columns, num_columns, block_row, 0, TENSOR, ELEMENT)
         noise = (second_column_hashes, second_row_hashes)
         q = quantized(
@@ -272,12 +272,12 @@ def quantize_rows(
         return row, column
     maxima = torch.zeros(num_columns + (num_rows if by_row else 0), dtype=torch.int32, device=x.device)
     of_columns, of_rows = maxima[:num_columns], maxima[num_columns:]
-    first, gate_up, gate = source_of(x)
+    first, halves, gate = source_of(x)
     run(
         largest_magnitudes_kernel,
         (cdiv(num_rows, TILE) * cdiv(num_columns, TILE),),
         first,
-        gate_up,
+        halves,
         of_rows if by_row else first,
         of_columns,
         num_rows,
@@ -349,13 +349,13 @@ def _empty(
 def _quantize_along_rows(x: Matrix, element: str, row: ScaledRows, noise: Noise | None) -> None:
     """Both maxima and codes from one reading of memory."""
     num_rows, num_columns = x.shape
-    first, gate_up, gate = source_of(x)
+    first, halves, gate = source_of(x)
     chunk = min(max(triton.next_power_of_2(num_columns), SMALLEST_CHUNK), LARGEST_CHUNK)
     run(
         quantize_rows_kernel,
         (num_rows,),
         first,
-        gate_up,
+        halves,
         row.codes,
         row.scales,
         *address_hashes(noise, None, num_rows, num_columns, first)[:2],
@@ -381,7 +381,7 @@ def _write_codes(
 ) -> None:
     """The second pass: maxima, codes and noise are those of rows and of columns."""
     num_rows, num_columns = x.shape
-    first, gate_up, gate = source_of(x)
+    first, halves, gate = source_of(x)
     is_stochastic = any(stream is not None for stream in noise)
     # One scale and no noise: both results have the same codes.
     is_same = of_tensor and row is not None and column is not None and not is_stochastic
@@ -389,7 +389,7 @@ def _write_codes(
         write_codes_kernel,
         (cdiv(num_rows, TILE) * cdiv(num_columns, TILE),),
         first,
-        gate_up,
+        halves,
         *((maxima[0], row.codes, row.scales) if row else (first, first, first)),
         *((maxima[1], column.codes, column.scales) if column else (first, first, first)),
         *address_hashes(*noise, num_rows, num_columns, first),

@@ -129,7 +129,7 @@ def store_rest(
 @triton.jit
 def quantize_tiles_kernel(
     x,
-    gate_up,
+    halves,
     row_codes,
     row_scales,
     column_codes,
@@ -155,7 +155,7 @@ def quantize_tiles_kernel(
     """One block of BLOCK x BLOCK a program; tiles along the rows fall back where there is room for a rest."""
     block_row, block_column, rows, columns = block_of_program(num_columns, BLOCK, BLOCK)
     if BY_ROW:
-        block = load_source(x, gate_up, rows, columns, num_rows, num_columns, 1, GATE)
+        block = load_source(x, halves, rows, columns, num_rows, num_columns, 1, GATE)
         tiles, hashes = (row_codes, row_scales), (row_hashes, column_hashes)
         q, divisor = store_tiles(
             block, rows, columns, num_rows, num_columns, block_column, tiles, hashes, 1, STOCHASTIC, ELEMENT
@@ -169,7 +169,7 @@ def quantize_tiles_kernel(
         # Again, from the first-level cache: held in registers through both halves, twice as many are needed. What a
         # gate makes takes longer than that.
         if GATE is None or not BY_ROW:
-            block = load_source(x, gate_up, rows, columns, num_rows, num_columns, 1, GATE)
+            block = load_source(x, halves, rows, columns, num_rows, num_columns, 1, GATE)
         tiles, hashes = (column_codes, column_scales), (second_column_hashes, second_row_hashes)
         store_tiles(
             block,
@@ -217,8 +217,8 @@ def quantize_tiles(
     """
     check_source("x", x)
     check_choice(by_row, by_column, noise, noise_column)
-    first, gate_up, gate = source_of(x)
-    check_devices(x=first, gate_up=gate_up)
+    first, halves, gate = source_of(x)
+    check_devices(x=first, halves=halves)
     _check(element, any(packed), fallback, by_row and noise is None)
     num_rows, num_columns = x.shape
     rest = empty_rest(num_rows, num_columns, element, x.device) if fallback else None
@@ -232,7 +232,7 @@ def quantize_tiles(
             quantize_tiles_kernel,
             (cdiv(num_rows, TILE) * cdiv(num_columns, TILE),),
             first,
-            gate_up,
+            halves,
             *(row or (first, first)),
             *(column or (first, first)),
             *((None, None, None) if rest is None else (rest.codes, rest.scales, rest.blocks)),

@@ -124,7 +124,7 @@ class Gemma3(Llama):
         return Block(
             attends,
             Attention(attends, a.width, place, q_norm=q_norm, k_norm=k_norm),
-            Mlp(a.width, a.ffn_width, place, gate="geglu"),
+            Mlp(a.width, a.ffn_width, place, gate="gelu"),
             **{name: self.build_norm(place) for name in _NORMS},
         )
 
