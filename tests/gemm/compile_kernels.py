@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from scrimp.gemm.kernels import (
     adamw,
     block_scaled,
+    gates,
     groups,
     hashes,
     kept,
@@ -177,6 +178,28 @@ def group_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, st
     return cases
 
 
+def gate_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
+    """The quantizers of what a gate makes, and of its gradients, and the kernel that writes these; blocks of 128 by as
+    many warps as with noise."""
+    usual = ("e4m3", "rows and columns e4m3", "tensor both ways e5m2", "mxfp8 both ways fp32", "both ways")
+    usual += ("nvfp4 both ways stochastic rotated",)
+    cases = []
+    for kernel, label, warps, stages, constants, types in (*tile_cases(), *row_cases(), *group_cases()):
+        if label not in usual or "GATE" not in kernel.arg_names:
+            continue
+        for name, gate in (("silu", (False, False)), ("gradients of gelu", (True, True))):
+            if constants.get("BLOCK") == 128:
+                warps = WARPS_STOCHASTIC
+            own = {**constants, "GATE": gate}
+            cases.append((kernel, f"gate {name} {label}", warps, stages, own, {**types, "x": "*bf16"}))
+    for name, gate in (("silu", (False, False)), ("gradients of gelu", (True, True))):
+        choice = {"GATE": gate, "BLOCK": 128}
+        cases.append(
+            (gates.gate_matrix_kernel, f"gate {name}", WARPS_STOCHASTIC, 3, choice, {"out": "*bf16"})
+        )
+    return cases
+
+
 def matmul_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str]]]:
     """Every configuration that autotuning tries, storing and adding; other types and promotion once each."""
     kernel = matmul.scaled_matmul_kernel.fn
@@ -291,6 +314,9 @@ def compile_one(
 ) -> dict[str, Any]:
     """Compile to a binary; registers, stack and shared memory by cuobjdump, instructions by PTX."""
     kernel, label, warps, stages, constants, types = case
+    if "GATE" in kernel.arg_names:
+        constants = {"GATE": None, **constants}
+        types = {"halves": types.get("x", TYPES["x"]), **types}
     signature = {
         name: "constexpr" if name in constants else types.get(name, TYPES.get(name, "i32"))
         for name in kernel.arg_names
@@ -346,6 +372,7 @@ def main(capability: int, only: str = "") -> None:
         *tile_cases(),
         *row_cases(),
         *group_cases(),
+        *gate_cases(),
         *other_cases(),
         *kept_cases(),
         *update_cases(),

@@ -85,6 +85,7 @@ def test_every_kernel_compiles(capability: int) -> None:
         "largest_magnitudes_kernel",
         "write_codes_kernel",
         "quantize_groups_kernel",
+        "gate_matrix_kernel",
         "largest_magnitude_kernel",
         "add_rounded_kernel",
         "cross_entropy_kernel",
@@ -99,15 +100,23 @@ def test_every_kernel_compiles(capability: int) -> None:
 
 @pytest.mark.slow
 def test_no_kernel_spills_registers_on_hopper_but_the_promotion_that_only_measures() -> None:
-    assert names([case for case in compiled(HOPPER) if case["stack"]]) == [
-        "scaled_matmul_kernel tiles promoted every 32"
+    """And four registers of GELU's gradients, beside a block of 128 x 128 that is quantized both ways."""
+    spilled = [case for case in compiled(HOPPER) if case["stack"]]
+    assert names(spilled) == [
+        "quantize_tiles_kernel gate gradients of gelu e4m3",
+        "scaled_matmul_kernel tiles promoted every 32",
     ]
+    assert spilled[0]["stack"] <= 16
 
 
 @pytest.mark.slow
 def test_quantizers_divide_exactly_and_flush_nothing() -> None:
-    others = ("scaled_matmul_kernel", "cross_entropy_kernel")  # the loss takes exponentials
-    quantizers = [case for case in compiled(HOPPER) if case["kernel"] not in others]
+    others = ("scaled_matmul_kernel", "cross_entropy_kernel")  # the loss takes exponentials, as gates do
+    quantizers = [
+        case
+        for case in compiled(HOPPER)
+        if case["kernel"] not in others and not case["case"].startswith("gate ")
+    ]
     assert not names([case for case in quantizers if case["div_approximate"] or case["flush"]])
     kernels = ("quantize_tiles_kernel", "quantize_rows_kernel", "write_codes_kernel")
     with_codes = [case for case in quantizers if case["kernel"] in kernels]
@@ -148,7 +157,7 @@ def test_as_many_warps_of_the_rows_quantizer_fit_a_multiprocessor_as_it_has_room
 def test_two_programs_of_groups_fit_a_multiprocessor(capability: int) -> None:
     """Each has 256 threads at 128 registers; a rotated block of 64 x 64 lies in shared memory as float32."""
     groups = [case for case in compiled(capability) if case["kernel"] == "quantize_groups_kernel"]
-    assert len(groups) == 10
+    assert len(groups) == 14
     assert not names([case for case in groups if case["stack"] or case["registers"] > 128])
     assert not names([case for case in groups if case["shared"] > 18 * 1024])
 
