@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from scrimp.planner.layout.software import EMULATED, Made, software
+from scrimp.planner.layout.software import EMULATED, Made, Readings, software
 from scrimp.precision import GEMMS
-from scrimp.profiler.counted_formats import count_formats
+from scrimp.profiler.counted_formats import Quantized, count_formats
 
 pytestmark = pytest.mark.slow  # imports Triton
 FIGURES = software("scrimp").quantize
@@ -54,3 +54,25 @@ def test_figures_of_predictions_are_counted(name: str, figures: Made) -> None:
         one = found[gemm]
         assert one.launches == launches
         assert [one.inputs, one.outputs, one.weights] == pytest.approx(expected, rel=0.005, abs=0.25)
+
+
+@pytest.mark.parametrize(("name", "readings"), software("scrimp").readings)
+def test_readings_of_predictions_are_counted(name: str, readings: Readings) -> None:
+    """Two numbers for one behind a gate, three for two before it; once more where an input is made again."""
+    recipe = name.removesuffix(EMULATED)
+    kept, gated, again, both = (
+        count_formats(recipe, units=name == recipe, keeps=keeps, gated=is_gated)
+        for keeps in (True, False)
+        for is_gated in (False, True)
+    )
+
+    def inputs(found: dict[str, Quantized]) -> float:
+        return found["fprop"].inputs + found["wgrad"].inputs
+
+    assert gated["fprop"].inputs - kept["fprop"].inputs == pytest.approx(2 * readings.inputs, abs=0.01)
+    assert inputs(both) - inputs(again) == pytest.approx(2 * readings.again, abs=0.01)
+    assert inputs(again) - inputs(kept) == pytest.approx(readings.again_bytes, abs=0.1)
+    for gemm, number in (("dgrad", readings.dgrad), ("wgrad", readings.wgrad)):
+        assert gated[gemm].outputs - kept[gemm].outputs == pytest.approx(number, abs=0.01)
+        assert gated[gemm].weights == pytest.approx(kept[gemm].weights, abs=0.01)
+    assert sum(one.launches for one in gated.values()) == sum(one.launches for one in kept.values())

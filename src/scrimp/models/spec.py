@@ -35,7 +35,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from scrimp.config.activations import LEVELS
 from scrimp.config.architecture import Architecture, RopeScaling
@@ -100,6 +100,8 @@ class LinearSpec:
     """What W is made of, for each product (`scrimp.gemm.sparse_low_rank`); None: it is a parameter itself."""
     stored: str = ""
     """Recipe in whose codes its frozen weight lies (`scrimp.gemm.stored_weight`); empty: as it is."""
+    gate: Literal["", "before", "after"] = ""
+    """Whether it makes a gate and what the gate multiplies, side by side, or reads their product."""
 
     @property
     def is_storable(self) -> bool:
@@ -134,6 +136,7 @@ class LinearSpec:
             self,
             name=f"{self.name}.A",
             outputs=rank,
+            gate="",
             rows=(),
             again=self.again or "block",  # B is the last product then
             cut="inputs" if self.cut == "inputs" else None,
@@ -143,6 +146,7 @@ class LinearSpec:
             name=f"{self.name}.B",
             inputs=rank,
             origin="alone",
+            gate="",
             cut="outputs" if self.cut == "outputs" else None,
         )
         return first, second

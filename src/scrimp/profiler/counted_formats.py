@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scrimp.gemm.backends import BACKENDS, Backend
+from scrimp.gemm.deferred import Deferred, Matrix
 from scrimp.gemm.layer import PlannedLayer, backward, forward
 from scrimp.gemm.problem import Shape
 from scrimp.gemm.storage import unpack
@@ -58,14 +59,18 @@ class Quantized:
     weights: float
 
 
-def count_formats(recipe: str, *, units: bool) -> dict[str, Quantized]:
+def count_formats(
+    recipe: str, *, units: bool, keeps: bool = True, gated: bool = False
+) -> dict[str, Quantized]:
     """What the three products of a layer each take beside themselves in a recipe.
 
     Args:
         units: whether the device multiplies numbers of the recipe's.
+        keeps: codes of the input wait for wgrad; else it quantizes the input, which was made again.
+        gated: the input is what a gate makes, and gates read the result: their numbers are made where they are read.
     """
-    _count_layer(recipe, SIZES[0], units=units)  # what is made once and kept, such as a rotation
-    counted = [_count_layer(recipe, size, units=units) for size in SIZES]
+    sizes = SIZES[0], *SIZES  # the first makes what is kept, such as a rotation
+    counted = [_count_layer(recipe, size, units=units, keeps=keeps, gated=gated) for size in sizes][1:]
     matrix = np.array([(t * i, t * o, i * o) for t, i, o in SIZES], dtype=float)
     found: dict[str, Quantized] = {}
     for at, gemm in enumerate(GEMMS):
@@ -75,7 +80,9 @@ def count_formats(recipe: str, *, units: bool) -> dict[str, Quantized]:
     return found
 
 
-def _count_layer(recipe: str, size: tuple[int, int, int], *, units: bool) -> list[Work]:
+def _count_layer(
+    recipe: str, size: tuple[int, int, int], *, units: bool, keeps: bool, gated: bool
+) -> list[Work]:
     """Work of fprop, dgrad and wgrad, without the products' own launches."""
     tokens, inputs, outputs = size
     device = torch.device("cuda")
@@ -86,18 +93,21 @@ def _count_layer(recipe: str, size: tuple[int, int, int], *, units: bool) -> lis
         return next(taken)
 
     layer = PlannedLayer("counted", LinearPrecision.of(recipe), choose=choose)
-    x, weight, grad = (
-        torch.randn(rows, columns).bfloat16()
-        for rows, columns in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
-    )
-    room = unpack(torch.empty(capacity(tokens, inputs), dtype=torch.uint8), recipe, (tokens, inputs))
+    x: Matrix = _bf16(tokens, inputs)
+    grad: Matrix = _bf16(tokens, outputs)
+    weight = _bf16(outputs, inputs)
+    if gated:
+        x = Deferred(_bf16(tokens, 2 * inputs), "silu")
+        grad = Deferred(_bf16(tokens, outputs), "silu", _bf16(tokens, outputs // 2))
+    packed = torch.empty(capacity(tokens, inputs), dtype=torch.uint8)
+    room = unpack(packed, recipe, (tokens, inputs)) if keeps else None
     with torch.no_grad(), KernelCounter() as counter, _as_on_a_gpu(counter):
-        _, codes = forward(x, weight, layer, torch.bfloat16, keep_codes=True, room=room)
+        _, codes = forward(x, weight, layer, torch.bfloat16, keep_codes=keeps, room=room)
         found = [_without_product(counter.take())]
         for needs_weight in (False, True):
             backward(
                 grad,
-                codes,
+                codes or x,
                 weight,
                 layer,
                 torch.bfloat16,
@@ -107,6 +117,10 @@ def _count_layer(recipe: str, size: tuple[int, int, int], *, units: bool) -> lis
             )
             found.append(_without_product(counter.take()))
     return [found[0], found[1], found[2] - found[1]]
+
+
+def _bf16(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns).bfloat16()
 
 
 def _without_product(work: Work) -> Work:
@@ -121,7 +135,17 @@ def _as_on_a_gpu(counter: KernelCounter) -> Iterator[None]:
     from scrimp.gemm import kernels
     from scrimp.gemm.backends import native
     from scrimp.gemm.backends import triton as fused
-    from scrimp.gemm.kernels import block_scaled, groups, hashes, kept, maxima, outer_scales, rows, tiles
+    from scrimp.gemm.kernels import (
+        block_scaled,
+        gates,
+        groups,
+        hashes,
+        kept,
+        maxima,
+        outer_scales,
+        rows,
+        tiles,
+    )
 
     def launched(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
         tensors = {one.data_ptr(): one.nbytes for one in arguments if isinstance(one, Tensor)}
@@ -150,7 +174,7 @@ def _as_on_a_gpu(counter: KernelCounter) -> Iterator[None]:
     triton.knobs.runtime.interpret = True
     try:
         with contextlib.ExitStack() as stack:
-            for module in (block_scaled, groups, hashes, kept, maxima, outer_scales, rows, tiles):
+            for module in (block_scaled, gates, groups, hashes, kept, maxima, outer_scales, rows, tiles):
                 stack.enter_context(patch.object(module, "run", launched))
             for owner, name, stand_in in (
                 (torch, "_scaled_mm", product),

@@ -89,8 +89,10 @@ class Gemma3(Llama):
                 VectorSpec("attention.q_norm.weight", (("self_attn.q_norm.weight", K),)),
                 VectorSpec("attention.k_norm.weight", (("self_attn.k_norm.weight", K),)),
                 LinearSpec(OUT, D, A, origin="kept", again="block", cut="inputs"),
-                LinearSpec(GATE_UP, 2 * F, D, origin="made", again="mlp", rows=(F, F), cut="outputs"),
-                LinearSpec(DOWN, D, F, origin="made", again="block", cut="inputs"),
+                LinearSpec(
+                    GATE_UP, 2 * F, D, origin="made", again="mlp", gate="before", rows=(F, F), cut="outputs"
+                ),
+                LinearSpec(DOWN, D, F, origin="made", again="block", gate="after", cut="inputs"),
             ),
             attention=AttentionSpec(a.num_heads, a.num_kv_heads, K, rope, window),
             traffic=(

@@ -83,8 +83,10 @@ class Llama(ModelSpec):
                 *(norms if a.qk_norm else []),
                 LinearSpec(OUT, D, A, origin="kept", again="block", cut="inputs"),
                 VectorSpec("mlp_norm.weight", (("post_attention_layernorm.weight", D),)),
-                LinearSpec(GATE_UP, 2 * F, D, origin="made", again="mlp", rows=(F, F), cut="outputs"),
-                LinearSpec(DOWN, D, F, origin="made", cut="inputs"),
+                LinearSpec(
+                    GATE_UP, 2 * F, D, origin="made", again="mlp", gate="before", rows=(F, F), cut="outputs"
+                ),
+                LinearSpec(DOWN, D, F, origin="made", gate="after", cut="inputs"),
             ),
             attention=AttentionSpec(
                 a.num_heads, a.num_kv_heads, K, Rope(a.rope_theta, a.rope_scaling), a.sliding_window

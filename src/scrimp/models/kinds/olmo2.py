@@ -53,8 +53,8 @@ class Olmo2(Llama):
                 VectorSpec("attention.k_norm.weight", (("self_attn.k_norm.weight", N),)),
                 LinearSpec(OUT, D, A, origin="kept", again="block", cut="inputs"),
                 VectorSpec("attention_output_norm.weight", (("post_attention_layernorm.weight", D),)),
-                LinearSpec(GATE_UP, 2 * F, D, again="mlp", rows=(F, F), cut="outputs"),
-                LinearSpec(DOWN, D, F, origin="made", again="block", cut="inputs"),
+                LinearSpec(GATE_UP, 2 * F, D, again="mlp", gate="before", rows=(F, F), cut="outputs"),
+                LinearSpec(DOWN, D, F, origin="made", again="block", gate="after", cut="inputs"),
                 VectorSpec("mlp_output_norm.weight", (("post_feedforward_layernorm.weight", D),)),
             ),
             attention=AttentionSpec(

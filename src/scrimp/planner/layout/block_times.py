@@ -39,6 +39,7 @@ from scrimp.planner.layout.host_times import (
     rotates_apart,
 )
 from scrimp.planner.layout.kernels import Kernels, element_bytes
+from scrimp.planner.layout.made_operands import again_bytes
 from scrimp.planner.layout.product_times import (
     Case,
     Products,
@@ -182,6 +183,8 @@ def _passes(block: BlockSpec, setting: Setting, kernels: Kernels, products: Prod
         one + PassSeconds(wait, copies) + ring for one, wait, ring in zip(running, waits, rows, strict=True)
     )
     repeated = computed[0] - products.once - _moved_by(block, setting, kernels, ("",))
+    quantized = again_bytes(block, setting, levels_until("block")) * setting.tokens
+    repeated += kernels.moved(quantized, kernels=0)
     launches = larger(0.0, host - repeated - forward.communication)
     return BlockSeconds(
         forward,
@@ -387,6 +390,7 @@ def _moved_by(block: BlockSpec, setting: Setting, kernels: Kernels, levels: Coll
     tp, stream = setting.layout.tp, setting.layout.tp if setting.sequence_parallel else 1
     numbers = sum(one.forward / (stream if one.on_stream else tp) for one in made)
     size = numbers * setting.software.activation_bytes * setting.tokens * setting.software.traffic
+    size += again_bytes(block, setting, levels) * setting.tokens
     return kernels.moved(size, kernels=2 * len(made))
 
 

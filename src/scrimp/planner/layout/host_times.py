@@ -24,9 +24,8 @@ from collections.abc import Collection
 from scrimp.config.activations import GATED, HEADS
 from scrimp.models import BlockSpec, LinearSpec
 from scrimp.planner.layout.execution import ALL_TO_ALL, ATTENTION, ROUTER, STEP
-from scrimp.planner.layout.kernels import kind_of
+from scrimp.planner.layout.made_operands import made_operands
 from scrimp.planner.layout.setting import Setting
-from scrimp.precision import HIGH_PRECISION
 
 _OTHER_OPS = 10
 """Attention, residuals and reshapes: an estimate."""
@@ -47,14 +46,6 @@ _ROTATION_OPS = 20
 """Ten each for queries and keys: cut, cosine, halves, sine, sum and joined."""
 _BIAS_OPS = 3
 """For each expert's bias: product with the router's share, sum, and its part of joining them."""
-
-
-def made_operands(gemm: str, recipe: str, setting: Setting) -> tuple[float, float, float, float] | None:
-    """What the operands of a product take on the setting's device, where its software was counted."""
-    if not setting.software.quantize:
-        return None
-    units = recipe not in HIGH_PRECISION and kind_of(recipe, setting.device) != "bf16"
-    return setting.software.made(recipe, gemm, units=units)
 
 
 def layer_ops(linear: LinearSpec, recipe: str, setting: Setting) -> float:

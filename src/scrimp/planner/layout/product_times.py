@@ -15,8 +15,9 @@ from functools import lru_cache
 from typing import Any
 
 from scrimp.models import BlockSpec, LinearSpec
-from scrimp.planner.layout.host_times import made_operands, matrices
+from scrimp.planner.layout.host_times import matrices
 from scrimp.planner.layout.kernels import Kernels, kind_of
+from scrimp.planner.layout.made_operands import layer_operands, made_operands
 from scrimp.planner.layout.setting import Setting
 from scrimp.precision import GEMMS, HIGH_PRECISION
 
@@ -94,7 +95,7 @@ def product_seconds(linear: LinearSpec, gemm: str, recipe: str, setting: Setting
     else:
         sizes = [(one, inputs) if gemm == "fprop" else (inputs, one) for one in pieces]
         found = sum(kernels.product(rows, made, inner, recipe, count=count) for made, inner in sizes)
-    counted = made_operands(gemm, recipe, setting)
+    counted = layer_operands(linear, gemm, recipe, setting)
     if counted is not None:
         launches, x, y, w = counted
         size = x * rows * inputs + y * rows * outputs + w * outputs * inputs

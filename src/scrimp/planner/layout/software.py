@@ -35,6 +35,22 @@ Made = tuple[tuple[float, float, float, float], ...]
 EMULATED = "-emulated"
 
 
+@dataclass(frozen=True)
+class Readings:
+    """How often the quantizers of a recipe read what they quantize."""
+
+    again_bytes: float
+    """For each number of an input that backward makes again, more than where codes of it wait for wgrad."""
+    again: float
+    """Readings of such an input, for fprop and wgrad."""
+    inputs: float
+    """Readings of one whose codes wait."""
+    dgrad: float
+    """Of gradients, for dgrad, and for wgrad where one kernel quantizes both ways."""
+    wgrad: float
+    """For wgrad besides."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Software:
     """Figures of one program."""
@@ -66,6 +82,8 @@ class Software:
     quantize: tuple[tuple[str, Made], ...]
     """What the operands of a product in a recipe take instead, where it was counted product by product; beside a
     recipe its name with `EMULATED` for devices without units for it."""
+    readings: tuple[tuple[str, Readings], ...]
+    """How often these operands are read, by the same names."""
     unfused_experts: bool
     """Whether tokens are sorted twice around an all-to-all exchange, and experts' biases added and their gates clamped
     apart, unless the user fuses experts; and what YaRN scales rotated apart."""
@@ -232,6 +250,15 @@ class Software:
         found = known.get(recipe) if units else known.get(recipe + EMULATED, known.get(recipe))
         return found[GEMMS.index(gemm)] if found else None
 
+    def readings_of(self, recipe: str, *, units: bool) -> Readings | None:
+        """How often the operands of a layer's products are read; None: it was not counted."""
+        known = self._readings
+        return known.get(recipe) if units else known.get(recipe + EMULATED, known.get(recipe))
+
+    @cached_property
+    def _readings(self) -> dict[str, Readings]:
+        return dict(self.readings)
+
     @cached_property
     def _quantize(self) -> dict[str, Made]:
         return dict(self.quantize)
@@ -343,6 +370,7 @@ def software(name: str) -> Software:
     values["quantize"] = tuple(
         (name, tuple(map(tuple, figures))) for name, figures in values["quantize"].items()
     )
+    values["readings"] = tuple((name, Readings(*map(float, one))) for name, one in values["readings"].items())
     for shares in ("selective", "selective_experts", "selective_latent"):
         values[shares] = tuple(values[shares].items())
     return Software(**{one.name: values[one.name] for one in fields(Software) if one.name != "states"})

@@ -42,8 +42,9 @@ from scrimp.errors import PlanError
 from scrimp.models import BlockSpec, LinearSpec
 from scrimp.models.shapes import value_width
 from scrimp.planner.layout.block_times import levels_until
-from scrimp.planner.layout.host_times import layer_ops, made_operands, other_ops
+from scrimp.planner.layout.host_times import layer_ops, other_ops
 from scrimp.planner.layout.kernels import Kernels, element_bytes
+from scrimp.planner.layout.made_operands import again_bytes, inputs_again, layer_operands
 from scrimp.planner.layout.predict import kernels_of
 from scrimp.planner.layout.product_times import output_shares, quantize_bytes
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Setting
@@ -185,7 +186,12 @@ class _Account:
                 yield from self._product(linear, "fprop")
         if "attention" in made:
             yield self._attention(block, backward=False)
-        yield self._bytes("made again", self._traffic(block, made, backward=False))
+        yield self._bytes(
+            "made again", self._traffic(block, made, backward=False) + self._quantized_again(block, made)
+        )
+
+    def _quantized_again(self, block: BlockSpec, made: Collection[str]) -> float:
+        return self.tokens * again_bytes(block, self.setting, made)
 
     def _again_as_a_whole(self, block: BlockSpec) -> Iterator[StepPass]:
         """The same where a block has no levels: all of the forward pass, or shares of its parts."""
@@ -239,7 +245,7 @@ class _Account:
 
     def _operands(self, linear: LinearSpec, gemm: str, recipe: str) -> tuple[float, float]:
         """Launches and bytes of what a product in 8 or 4 bits reads."""
-        counted = made_operands(gemm, recipe, self.setting)
+        counted = layer_operands(linear, gemm, recipe, self.setting)
         inputs, outputs, weights = _numbers(linear, self.tokens)
         if counted is not None:
             launches, x, y, w = counted
@@ -322,6 +328,11 @@ class _Floor(_Account):
         each = 2.0 * element_bytes(recipe) + (-2.0 if is_made else 2.0)
         each += 4.0 * (is_made and recipe in _LARGEST_LATER)
         return 0.0, each * (inputs if gemm == "fprop" else outputs)
+
+    def _quantized_again(self, block: BlockSpec, made: Collection[str]) -> float:
+        """Codes for wgrad in the place of a bf16 number, which then are not made forward."""
+        recipes = ((one, self.setting.recipe(one.name, "wgrad")) for one in inputs_again(block, made))
+        return -2.0 * self.tokens * sum(one.inputs for one, recipe in recipes if recipe not in HIGH_PRECISION)
 
     def _sum(self, m: float, n: float, k: float, recipe: str, *, adds: bool) -> StepPass:
         """By the product."""
