@@ -5,7 +5,9 @@ Question  Sums of gradients, the loss and AdamW's update are one kernel each. Do
 Passes    `sum`: a bf16 gradient added to a bf16 sum. `product that adds`: wgrad of 4,096 tokens with its sum in
           float32, beside a product that is added afterwards; of bf16 operands on a GPU. `loss`: cross-entropy of a
           chunk of logits, and its gradient in their place. `update`: AdamW of weights in bf16 or of masters, averages
-          in each format, clipped; where all is float32 the operators are torch's fused AdamW.
+          in each format, clipped; where all is float32 the operators are torch's fused AdamW. `gate`: codes of tiles,
+          or with one scale of the tensor, of a gate's result and of its gradients, made as they are read, beside a
+          kernel for the gate and then the quantizer.
 Right     Bit for bit, of the loss to rounding: both take sums, in another order. On a CPU with MKL the operators'
           square roots are a last place off, and no update is right.
 Speed     Rounds with both in turn (stopwatch.py), as a ratio within each round. Bytes: what the kernel must read and
@@ -23,6 +25,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from environment import RESULTS, cpu, facts, markdown_table, write_pair
@@ -31,6 +34,7 @@ from torch import Tensor
 
 from scrimp.formats import Noise
 from scrimp.gemm import kernels
+from scrimp.gemm.deferred import Deferred, Matrix
 from scrimp.gemm.weight_sums import add_product
 from scrimp.objectives.cross_entropy import _block
 from scrimp.optim import MomentFormat, Moments, Step
@@ -97,6 +101,9 @@ def passes(numbers: int, device: torch.device) -> Iterator[Callable[[], Pass]]:
     for weight in (torch.bfloat16, torch.float32):
         for format_ in formats:
             yield partial(update_pass, numbers, weight, format_, device)
+    for quantize in (kernels.quantize_tiles, kernels.quantize_tensor):
+        for of_gradients in (False, True):
+            yield partial(gate_pass, numbers, quantize, of_gradients, device)
 
 
 def matrix(numbers: int, columns: int, device: torch.device, seed: int) -> Tensor:
@@ -142,6 +149,30 @@ def loss_pass(numbers: int, device: torch.device) -> Pass:
         KERNEL: lambda logits: kernels.cross_entropy(logits, targets, Z_LOSS, training=True).sum(0),
     }
     return Pass("loss, bf16", run, [logits], 1, 2 * logits.nbytes, is_exact=False)
+
+
+def gate_pass(numbers: int, quantize: Callable[..., Any], of_gradients: bool, device: torch.device) -> Pass:
+    """Codes both ways of what a gate makes, or of its gradients."""
+    halves, grad = matrix(numbers, 2 * COLUMNS, device, 1).bfloat16(), None
+    if of_gradients:
+        grad = matrix(halves.numel() // 2, halves.shape[1] // 2, device, 2).bfloat16()
+
+    def codes(x: Matrix) -> Tensor:
+        row, _ = quantize(x, "e4m3", by_row=True, by_column=True)
+        return cast(Tensor, row.codes.view(torch.uint8))
+
+    def source(halves: Tensor, *grad: Tensor) -> Deferred:
+        return Deferred(halves, "silu", *grad)
+
+    run: dict[str, Callable[..., object]] = {
+        OPERATORS: lambda *tensors: codes(source(*tensors).made()),
+        KERNEL: lambda *tensors: codes(source(*tensors)),
+    }
+    tensors = [halves] if grad is None else [halves, grad]
+    readings = 2 if quantize is kernels.quantize_tensor else 1
+    moved = readings * sum(one.nbytes for one in tensors) + 2 * source(*tensors).numel()
+    what = "gradients" if of_gradients else "result"
+    return Pass(f"gate, {quantize.__name__.removeprefix('quantize_')}, {what}", run, tensors, 0, moved)
 
 
 def update_pass(numbers: int, dtype: torch.dtype, format_: MomentFormat, device: torch.device) -> Pass:
