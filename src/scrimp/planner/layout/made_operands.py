@@ -11,7 +11,8 @@ Method   Figures of a program's file, counted by `scrimp.profiler.counted_format
              after a gate     fprop   x + 2 r - 6           r readings of the input
              before a gate    dgrad   y + r - 5,  wgrad  y + r'
 
-Limits   A gate is taken to have no pass where fprop, or dgrad, is quantized: where wgrad then is not, it has one. Of
+Limits   Inputs that are made again count in the precision of the whole step, whatever formats single products have. A
+         gate is taken to have no pass where fprop, or dgrad, is quantized: where wgrad then is not, it has one. Of
          layers whose weights ranks of tp share, or that are factors or have adapters, gates are passes.
 Checked  tests/planner/layout/test_made_operands.py, tests/profiler/test_counted_formats.py
 """
@@ -57,11 +58,10 @@ def layer_operands(
 
 def again_bytes(block: BlockSpec, setting: Setting, levels: Collection[str]) -> float:
     """Bytes for each token that inputs move which these levels make again, and wgrad quantizes by themselves."""
-    found = 0.0
+    found, readings = 0.0, _readings(setting.precision, setting)
+    if readings is None:
+        return found
     for linear in inputs_again(block, levels):
-        readings = _readings(setting.recipe(linear.name, "wgrad"), setting)
-        if readings is None:
-            continue
         each = readings.again_bytes
         if linear.gate == "after" and _defers(linear, setting):
             each += 2.0 * (readings.again - readings.inputs) - GATE_BYTES[0]

@@ -331,8 +331,9 @@ class _Floor(_Account):
 
     def _quantized_again(self, block: BlockSpec, made: Collection[str]) -> float:
         """Codes for wgrad in the place of a bf16 number, which then are not made forward."""
-        recipes = ((one, self.setting.recipe(one.name, "wgrad")) for one in inputs_again(block, made))
-        return -2.0 * self.tokens * sum(one.inputs for one, recipe in recipes if recipe not in HIGH_PRECISION)
+        if self.setting.precision in HIGH_PRECISION:
+            return 0.0
+        return -2.0 * self.tokens * sum(one.inputs for one in inputs_again(block, made))
 
     def _sum(self, m: float, n: float, k: float, recipe: str, *, adds: bool) -> StepPass:
         """By the product."""
