@@ -27,10 +27,18 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure() -> None:
-    """As every run on a CPU: where there are no units for bf16, torch's own products take minutes of these tests."""
+    """What every run pays for and no test looks at, made cheap.
+
+    As in every run on a CPU, products of bf16 are widened: without units for them, torch's own take minutes. A run's
+    last sample is short: 48 tokens were a third of a tiny run. And no write waits for the disk: that tests were written
+    need not survive a power failure; `os.fstat` still refuses a closed file.
+    """
     from scrimp.gemm.cpu_products import widen_bf16_products  # Triton's interpreter is asked for above
+    from scrimp.training import finish
 
     widen_bf16_products()
+    finish.SAMPLE_TOKENS = 4
+    os.fsync = os.fstat  # type: ignore[assignment]
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -48,9 +56,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What thousands of tests consist of stays to the end: no collection of garbage need look at it again."""
+    """What thousands of tests consist of stays to the end: no collection of garbage need look at it again, and the
+    others look less often at what libraries hold: that was a tenth of the time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 50)
 
 
 def pytest_unconfigure() -> None:

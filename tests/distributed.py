@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # Ranks are forked from one process that has imported these already: four seconds less for each of them.
-mp.get_context("forkserver").set_forkserver_preload(
+FORKED = mp.get_context("forkserver")
+FORKED.set_forkserver_preload(
     ["scrimp.training.setup", "scrimp.api", "torch.distributed.fsdp", "torch._dynamo"]
 )
 

@@ -93,6 +93,7 @@ def detached(model: nn.Module) -> None:
         ),
     ],
 )
+@pytest.mark.every(3)
 def test_layers_that_do_not_run_their_gemms_are_named_and_the_advice_works(
     change: Callable[[nn.Module], None], words: str, others: list[str], gains: str
 ) -> None:

@@ -82,18 +82,23 @@ def options(command: str) -> set[str]:
     return names | switched_off
 
 
+@functools.cache
+def sources() -> dict[Path, str]:
+    return {path: path.read_text(encoding="utf-8") for path in sorted(SOURCE.rglob("*.py"))}
+
+
 def texts() -> Iterator[tuple[str, str]]:
-    """File and text of every string in the source that is no docstring; what is filled in later is {}."""
-    for path in sorted(SOURCE.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+    """File and text of every string that is no docstring in files that name options; what is filled in later is {}."""
+    for path in (path for path, text in sources().items() if "--" in text):
+        nodes = list(ast.walk(ast.parse(sources()[path])))
         inside, docstrings = set(), set()
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.JoinedStr):
                 inside.update(id(part) for part in ast.walk(node) if part is not node)
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 docstrings.add(id(node.value))
         name, left_out = path.relative_to(SOURCE).as_posix(), docstrings | inside
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.JoinedStr):
                 parts = (part.value if isinstance(part, ast.Constant) else HOLE for part in node.values)
                 yield name, "".join(map(str, parts))
@@ -112,10 +117,13 @@ def test_every_option_in_a_message_exists_in_its_command() -> None:
                     assert flag in options(call[1]) | OF_OTHER_PROGRAMS, f"{file}: {text}"
                     seen += 1
                 rest = rest.replace(call[0], "")
-        for flag in FLAG.findall(rest):
-            known = options(OF_ONE_COMMAND.get(file, "train")) | options("plan")
-            if file in OF_SEVERAL_COMMANDS:
-                known = everywhere
+        flags = FLAG.findall(rest)
+        if not flags:
+            continue
+        known = options(OF_ONE_COMMAND.get(file, "train")) | options("plan")
+        if file in OF_SEVERAL_COMMANDS:
+            known = everywhere
+        for flag in flags:
             assert flag in known | OF_OTHER_PROGRAMS, f"{file}: {text}"
             seen += 1
     assert seen > 50, "the harvest finds the messages"
@@ -123,8 +131,8 @@ def test_every_option_in_a_message_exists_in_its_command() -> None:
 
 def test_every_setting_in_advice_exists() -> None:
     known, found = leaves(Config), 0
-    for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in (path for path, text in sources().items() if "do=" in text or "expected=" in text):
+        for node in ast.walk(ast.parse(sources()[path])):
             if not (isinstance(node, ast.keyword) and node.arg in ("do", "expected")):
                 continue
             for part in ast.walk(node.value):

@@ -139,7 +139,7 @@ def test_a_hugging_face_folder_is_planned_for_by_its_config_alone(
         ("--hardware 8xh100 --layout.tp=3", "tp 3 does not divide 8 devices of a node"),
         ("--hardware 9x8xh100 --model.preset llama-3.1-8b --layout.pp 1", "8x8xh100 and 16x8xh100"),
         (
-            "--hardware rtx4060ti --model.preset llama-3-70b --budget.host-memory 1GB",
+            "--hardware rtx4060ti --model.preset llama-3.1-8b --budget.host-memory 1GB",
             "scrimp plan --hardware ",
         ),
         ("--hardware 8xh100 --objective largest-model --save x", "--save does not go with this"),
@@ -187,6 +187,7 @@ def test_a_cluster_that_is_enough_is_enough(capsys: pytest.CaptureFixture[str]) 
         "--memory.optimizer device --train.sequence 8192 --train.batch-tokens 524288 --layout.cp 1",
     ],
 )
+@pytest.mark.every(2)
 def test_host_memory_that_is_enough_is_enough(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(*words.split(), "--budget.host-memory=50GB") == 2
     said = capsys.readouterr().err
@@ -213,7 +214,10 @@ HALF_A_NODE = 'name = "mine"\n[[nodes]]\nnode = "dgx-a100-80"\ndevices = 4\n'
     ("cluster", "words", "says"),
     [
         (TWO_KINDS, "--model.preset llama-3-70b --layout.tp 1 --layout.pp 1", "or a smaller model\n"),
-        (HALF_A_NODE, "--model.preset llama-3-70b", "plan with `count = 2` and `devices = 8` in "),
+        pytest.param(
+            *(HALF_A_NODE, "--model.preset llama-3-70b", "plan with `count = 2` and `devices = 8` in "),
+            marks=pytest.mark.slow,
+        ),
         (HALF_A_NODE, "--layout.pp 3 --layout.tp 1", "have one: `count = 1` and `devices = 3` in "),
     ],
 )
@@ -303,9 +307,9 @@ def test_the_share_of_4_bits_is_said_of_formats_of_4_bits() -> None:
 
 
 def test_days_and_price_of_all_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--hardware", "2xh100", "--model.preset", "llama-3.2-1b", "--tokens"]
+    words = ["--hardware", "2xh100", "--model.preset", "llama-3.2-1b", "--layout.fsdp=2", "--tokens"]
     texts = []
-    for tokens in ("1.5T", "1500B", "1.5e12", "1,500,000,000,000"):
+    for tokens in ("1.5T", "1,500,000,000,000"):
         assert plan(*words, tokens) == 0
         texts.append(capsys.readouterr().out)
     assert len(set(texts)) == 1

@@ -67,6 +67,7 @@ def test_published_preset_has_the_values_of_its_config_file(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.every(4)
 def test_transformers_model_of_the_same_configuration_has_as_many_parameters(name: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 

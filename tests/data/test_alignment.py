@@ -170,7 +170,9 @@ def test_likenesses_are_cosines_of_mean_word_vectors() -> None:
                 assert kinds[2][j - low] == pytest.approx(expected(i, 2, j, 1), abs=1e-12)
 
 
-@pytest.mark.parametrize(("sentences", "noise"), [(300, 0.0), (600, 0.15)])
+@pytest.mark.parametrize(
+    ("sentences", "noise"), [(300, 0.0), pytest.param(600, 0.15, marks=pytest.mark.slow)]
+)
 def test_a_cipher_that_nobody_told_is_aligned(sentences: int, noise: float) -> None:
     """A tenth of the places merged, a tenth missing on one side; then also words that are left out and added."""
     text = ciphered(english(sentences), 0, noise=noise)

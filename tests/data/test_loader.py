@@ -172,6 +172,7 @@ def test_a_run_resumed_at_its_position_gets_the_same_batches(stream: TokenStream
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("micro_batch", [1, 2, 5])
+@pytest.mark.every(5)
 def test_the_ranks_together_get_the_step_of_one_rank(
     stream: TokenStream, world_size: int, micro_batch: int
 ) -> None:

@@ -129,7 +129,7 @@ def altered(text: str, seed: int) -> str:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_documents_that_share_80_per_cent_are_on_one_side(seed: int) -> None:
     """A third of the documents have relatives, some of those relatives of their own."""
     draw = random.Random(seed)

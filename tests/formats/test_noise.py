@@ -165,7 +165,7 @@ def test_a_piece_of_a_tensor_rounds_as_in_the_whole(scaling: str, axis: int) -> 
 
 @EVERY_COMBINATION
 @pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.every(6)
+@pytest.mark.every(11)
 def test_the_size_of_working_pieces_changes_nothing(
     element: str, scaling: str, axis: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,7 +257,7 @@ def test_a_moving_average_over_steps_reaches_the_number_but_not_with_a_constant_
 
 @EVERY_COMBINATION
 @pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.every(3)
+@pytest.mark.every(8)
 def test_rounding_is_unbiased_and_nothing_clips(element: str, scaling: str, axis: int) -> None:
     x = torch.randn(40, 96, generator=torch.Generator().manual_seed(3))
     operand, steps = Operand(element, scaling, "stochastic"), 150

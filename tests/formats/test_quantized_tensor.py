@@ -46,7 +46,7 @@ def packed(x: Tensor, operand: Operand, axis: int, noise: Noise | None = None) -
 
 @pytest.mark.parametrize("operand", OPERANDS, ids=str)
 @pytest.mark.parametrize("axis", [-1, -2, 0, 1])
-@pytest.mark.every(5)
+@pytest.mark.every(13)
 def test_packed_values_are_those_of_fake_quantization_bit_for_bit(operand: Operand, axis: int) -> None:
     for shape in ((37, 150), (64, 96), (1, 33), (129, 1)):
         x, noise = normal(*shape), Noise(3, first_row=5, first_column=9)
@@ -62,6 +62,7 @@ def test_packed_values_are_those_of_fake_quantization_bit_for_bit(operand: Opera
 
 @EVERY_COMBINATION
 @pytest.mark.parametrize("shape", [(1,), (31,), (2, 3), (128, 128), (129, 257), (5, 7, 33), (2, 0, 17)])
+@pytest.mark.every(4)
 def test_bytes_are_those_that_planning_predicts(element: str, scaling: str, shape: tuple[int, ...]) -> None:
     if scaling in ("block", "nvfp4_2d") and len(shape) < 2:
         return

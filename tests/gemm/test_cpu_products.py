@@ -1,45 +1,49 @@
 """bf16 products of CPUs without units for bf16: float32's numbers, rounded once; what is not bf16 is torch's own.
 
-The kernels are replaced for good, so all this runs in a process of its own, whatever the CPU has.
+The kernels are replaced for good, so each of these runs in a process of its own, whatever the CPU has.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import contextlib
+import io
 import textwrap
+import warnings
+from pathlib import Path
 
 import pytest
+from distributed import spawn
 
 from scrimp.gemm import cpu_products
 from scrimp.gemm.cpu_products import widen_bf16_products
 
-
-def in_process(script: str) -> str:
-    """What a script prints."""
-    begin = """
-        import torch
-        import torch.nn.functional as F
-        from scrimp.gemm.cpu_products import replace_kernels, widens_bf16_products
-        torch.manual_seed(0)
-        bf16 = torch.bfloat16
-        x, y, z = torch.randn(33, 70), torch.randn(70, 20), torch.randn(33, 20)
-        low = x.to(bf16), y.to(bf16), z.to(bf16)
-        wide = [one.float() for one in low]
-    """
-    command = [
-        sys.executable,
-        "-W",
-        "error::UserWarning",
-        "-c",
-        textwrap.dedent(begin) + textwrap.dedent(script),
-    ]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
-    return found.stdout
+BEGIN = """
+    import torch
+    import torch.nn.functional as F
+    from scrimp.gemm.cpu_products import replace_kernels, widens_bf16_products
+    torch.manual_seed(0)
+    bf16 = torch.bfloat16
+    x, y, z = torch.randn(33, 70), torch.randn(70, 20), torch.randn(33, 20)
+    low = x.to(bf16), y.to(bf16), z.to(bf16)
+    wide = [one.float() for one in low]
+"""
 
 
-def test_products_are_float32s_rounded_once_in_every_form() -> None:
+def printed(rank: int, script: str) -> str:
+    """What a script prints; a warning is an error."""
+    with contextlib.redirect_stdout(io.StringIO()) as said, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        exec(textwrap.dedent(BEGIN) + textwrap.dedent(script), {})
+    return said.getvalue()
+
+
+def in_process(script: str, folder: Path) -> str:
+    """What a script prints in a process that has torch's own kernels."""
+    (found,) = spawn(1, printed, folder, script)
+    return str(found)
+
+
+def test_products_are_float32s_rounded_once_in_every_form(tmp_path: Path) -> None:
     in_process(
         """
         replace_kernels()
@@ -60,11 +64,12 @@ def test_products_are_float32s_rounded_once_in_every_form() -> None:
         inside = rows[2].clone().baddbmm_(*rows[:2])
         assert torch.equal(inside, torch.baddbmm(ROWS[2], *ROWS[:2]).to(bf16))
         assert torch.equal(F.linear(x, y.T, z[0]), torch.addmm(Z[0], X, Y).to(bf16))
-        """
+        """,
+        tmp_path,
     )
 
 
-def test_attention_and_gradients_are_as_exact_as_bf16_allows() -> None:
+def test_attention_and_gradients_are_as_exact_as_bf16_allows(tmp_path: Path) -> None:
     found = in_process(
         """
         replace_kernels()
@@ -79,13 +84,14 @@ def test_attention_and_gradients_are_as_exact_as_bf16_allows() -> None:
             gradients = [torch.autograd.grad(y.square().sum(), z) for y, z in ((a, low), (b, exact))]
             for one, other in zip((a, *gradients[0]), (b, *gradients[1])):
                 print(float(((one - other).norm() / other.norm()).detach()))
-        """
+        """,
+        tmp_path,
     )
     # One rounding to bf16 is 1.7e-3 in the mean of the squares; a gradient has those of the result in it too.
     assert all(float(line) < 3e-3 for line in found.split()), found
 
 
-def test_what_is_not_bf16_is_torchs_own_and_types_are_not_mixed() -> None:
+def test_what_is_not_bf16_is_torchs_own_and_types_are_not_mixed(tmp_path: Path) -> None:
     in_process(
         """
         calls = {
@@ -113,11 +119,12 @@ def test_what_is_not_bf16_is_torchs_own_and_types_are_not_mixed() -> None:
                 assert "dtype" in str(error), error
             else:
                 raise AssertionError(number)
-        """
+        """,
+        tmp_path,
     )
 
 
-def test_modes_above_see_products_of_bf16() -> None:
+def test_modes_above_see_products_of_bf16(tmp_path: Path) -> None:
     """What proofs, traces and counts of FLOPs rely on."""
     in_process(
         """
@@ -131,7 +138,8 @@ def test_modes_above_see_products_of_bf16() -> None:
         with Seen():
             low[0] @ low[1]
         assert seen == [("mm.default", bf16)], seen
-        """
+        """,
+        tmp_path,
     )
 
 
@@ -146,7 +154,7 @@ def test_kernels_are_replaced_only_where_there_are_no_units(
     assert replaced == [True] * (not has_units)
 
 
-def test_a_run_on_a_cpu_asks_for_it() -> None:
+def test_a_run_on_a_cpu_asks_for_it(tmp_path: Path) -> None:
     """Where there are units nothing changes; where there are none a product of 1,024 takes no second."""
     script = """
         from scrimp.gemm.cpu_products import has_bf16_units
@@ -155,4 +163,4 @@ def test_a_run_on_a_cpu_asks_for_it() -> None:
         resolve_device("cpu")
         assert widens_bf16_products() != has_bf16_units()
     """
-    in_process(script)
+    in_process(script, tmp_path)

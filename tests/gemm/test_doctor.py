@@ -238,6 +238,7 @@ def test_a_kept_report_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 0}', '{"format": 1, "typical": ""}', "null"])
+@pytest.mark.every(4)
 def test_a_broken_report_is_measured_again_and_said(monkeypatch: pytest.MonkeyPatch, content: str) -> None:
     use_backends(monkeypatch)
     file = cache_file(surroundings_of(CPU))

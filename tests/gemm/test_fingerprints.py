@@ -72,7 +72,7 @@ def told(planned: PlannedModel, **options: Any) -> Fingerprints:
 @pytest.mark.parametrize("saved", ["recipe", "high", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", QUANTIZED)
-@pytest.mark.every(5)
+@pytest.mark.every(11)
 def test_layers_that_do_as_planned_are_proven(recipe: str, dtype: torch.dtype, saved: str) -> None:
     high = "bf16" if dtype == torch.bfloat16 else "fp32"
     kept = {"recipe": recipe, "high": high}.get(saved, saved)
@@ -87,6 +87,7 @@ def test_layers_that_do_as_planned_are_proven(recipe: str, dtype: torch.dtype, s
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-4, 1e6])
 @pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "mxfp4"])
+@pytest.mark.every(4)
 def test_outliers_and_sizes_raise_no_false_alarm(recipe: str, scale: float) -> None:
     layers, plan = planned(recipe)
     with torch.no_grad():
@@ -221,7 +222,7 @@ def found_in(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("recipe", QUANTIZED)
-@pytest.mark.every(5)
+@pytest.mark.every(11)
 def test_one_layer_that_skips_its_quantizers_is_found(recipe: str, gemm: str, dtype: torch.dtype) -> None:
     layers, plan = planned(same(recipe, "bf16" if dtype == torch.bfloat16 else "fp32"))
     plan.layers[LIAR].choose = with_backend(Skips(), gemm)
@@ -231,7 +232,7 @@ def test_one_layer_that_skips_its_quantizers_is_found(recipe: str, gemm: str, dt
 @pytest.mark.parametrize("operand", [0, 1])
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_tensor", "mxfp8", "fp4", "nvfp4"])
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 def test_one_operand_that_stays_bf16_is_found_and_named(recipe: str, gemm: str, operand: int) -> None:
     layers, plan = planned(same(recipe, "bf16"))
     plan.layers[LIAR].choose = with_backend(Skips(operand), gemm)
@@ -261,6 +262,7 @@ def test_a_lie_that_hides_below_the_rounding_of_the_result_is_found() -> None:
 @pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
 @pytest.mark.parametrize("wrong", ["mxfp8", "mxfp4", "bf16"])
 @pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.every(5)
 def test_a_layer_that_reports_one_recipe_and_runs_another_is_found(
     gemm: str, wrong: str, recipe: str
 ) -> None:

@@ -242,7 +242,7 @@ def test_codes_and_scales_lie_as_torchs_kernels_demand(
 
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "mxfp4", "nvfp4"])
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 def test_codes_of_tritons_quantizers_serve_torchs_kernels(
     monkeypatch: pytest.MonkeyPatch, gemm: str, recipe: str
 ) -> None:
@@ -258,6 +258,7 @@ def test_codes_of_tritons_quantizers_serve_torchs_kernels(
 
 
 @pytest.mark.parametrize("scaling", ["tile", "row", "tensor", "mx", "nvfp4"])
+@pytest.mark.every(4)
 def test_one_call_gives_both_operands_and_stored_codes(monkeypatch: pytest.MonkeyPatch, scaling: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     x = torch.randn(70, 144, device=DEVICE)

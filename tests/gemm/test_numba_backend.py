@@ -101,6 +101,7 @@ def test_values_and_codes_are_the_references(
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("recipe", [name for name, one in RECIPES.items() if one.bits < 16])
+@pytest.mark.every(5)
 def test_products_are_the_references(
     recipe: str, gemm: str, out: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +155,7 @@ def test_chunks_of_rows_are_the_references(
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(("operand", "axis"), itertools.product(OPERANDS, (-1, -2)), ids=str)
+@pytest.mark.every(5)
 def test_what_is_not_finite_is_seen_where_the_reference_sees_it(
     operand: Operand, axis: int, bad: float, bf16_is_fast: None
 ) -> None:

@@ -106,6 +106,7 @@ def magnitude(values: Tensor, operand: Operand | None) -> Tensor:
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("recipe", [*QUANTIZED, "fp32"])
+@pytest.mark.every(5)
 def test_fp32_products_are_those_of_the_dequantized_operands(
     recipe: str, gemm: str, sizes: tuple[int, int, int]
 ) -> None:
@@ -120,6 +121,7 @@ def test_fp32_products_are_those_of_the_dequantized_operands(
 @pytest.mark.parametrize("is_fast", [True, False])
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("recipe", [*QUANTIZED, "bf16", "fp32"])
+@pytest.mark.every(5)
 def test_bf16_products_add_two_roundings_of_the_result_at_most(
     recipe: str, gemm: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,7 @@ def parts_of(operand: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("recipe", TILED + GROUPED)
-@pytest.mark.every(4)
+@pytest.mark.every(9)
 def test_a_product_is_within_the_error_of_its_sums(gemm: str, recipe: str) -> None:
     assert BACKEND.refusal(gemm, recipe, shape_of(gemm, *SIZES), WHERE) is None
     cases = case(gemm, recipe)
@@ -92,6 +92,7 @@ def bytes_of(codes: QuantizedTensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("recipe", TILED + GROUPED)
+@pytest.mark.every(3)
 def test_stored_codes_are_the_references(recipe: str) -> None:
     _, (x, use) = case("wgrad", recipe)
     ours, theirs = BACKEND.store(x, use), REFERENCE.store(x, use)
@@ -125,6 +126,7 @@ def test_a_pair_that_saves_no_pass_is_declined(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", TILED)
+@pytest.mark.every(2)
 def test_a_pair_is_the_two_operands(recipe: str) -> None:
     (g, first), _ = case("dgrad", recipe)
     _, second = case("wgrad", recipe)[0]
@@ -137,6 +139,7 @@ def test_a_pair_is_the_two_operands(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", TILED + GROUPED)
+@pytest.mark.every(3)
 def test_preparing_and_storing_in_one_pass_are_the_two(recipe: str) -> None:
     (x, use), _ = case("fprop", recipe)
     saved = case("wgrad", recipe)[1][1]

@@ -60,7 +60,7 @@ def codes_by_formats(x: Tensor, operand: Operand, axis: int, noise: Noise | None
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("names", OPERANDS, ids="-".join)
-@pytest.mark.every(6)
+@pytest.mark.every(11)
 def test_values_of_groups_with_ragged_edges(
     names: tuple[str, str], axis: int, rounding: str, dtype: torch.dtype
 ) -> None:
@@ -98,7 +98,7 @@ def test_a_rotation_that_rounds_agrees_with_float64_to_float32s_precision() -> N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("names", OPERANDS, ids="-".join)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 def test_one_nonfinite_member_makes_all_under_its_scales_nan(
     names: tuple[str, str], rounding: str, dtype: torch.dtype
 ) -> None:
@@ -167,6 +167,7 @@ def test_wrong_tensors_and_operands_are_refused_by_name() -> None:
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("magnitude", [1e-28, 1e-36, 1e-38])
 @pytest.mark.parametrize("scaling", ["nvfp4", "nvfp4_2d"])
+@pytest.mark.every(5)
 def test_values_of_tiny_tensors(scaling: str, magnitude: float, rounding: str) -> None:
     x = torch.randn(48, 64, generator=torch.Generator().manual_seed(2)) * magnitude
     operand = Operand("e2m1", scaling, rounding)  # type: ignore[arg-type]
@@ -180,7 +181,7 @@ def test_values_of_tiny_tensors(scaling: str, magnitude: float, rounding: str) -
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("names", OPERANDS, ids="-".join)
-@pytest.mark.every(7)
+@pytest.mark.every(11)
 def test_codes_along_both_axes_with_ragged_edges(
     names: tuple[str, str], rounding: str, dtype: torch.dtype
 ) -> None:
@@ -208,7 +209,7 @@ def test_codes_of_a_rotated_half_beside_those_of_the_other(scaling: str, roundin
 
 @pytest.mark.parametrize("shape", [(70, 141), (128, 256), (300, 30)], ids=str)
 @pytest.mark.parametrize("names", [("e4m3", "mx"), ("e2m1", "nvfp4"), ("e2m1", "nvfp4_2d")], ids="-".join)
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_swizzled_scales_are_those_of_every_row_in_cublass_order(
     names: tuple[str, str], shape: tuple[int, int]
 ) -> None:

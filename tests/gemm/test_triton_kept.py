@@ -33,7 +33,7 @@ def test_every_code_of_four_bits_becomes_that_of_eight() -> None:
 @pytest.mark.parametrize("shape", [(64, 128), (70, 141), (3, 5)])
 @pytest.mark.parametrize("axis", [COLUMNS, ROWS])
 @pytest.mark.parametrize("names", OPERANDS, ids="-".join)
-@pytest.mark.every(2)
+@pytest.mark.every(7)
 def test_values_of_groups_are_those_of_their_codes(
     names: tuple[str, str], axis: int, shape: tuple[int, int], hadamard: bool
 ) -> None:

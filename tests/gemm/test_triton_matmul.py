@@ -86,6 +86,7 @@ def test_a_product_of_integers_has_exact_sums_of_tiles(is_block: bool) -> None:
 
 @pytest.mark.parametrize("is_block", [False, True], ids=["tiles", "blocks"])
 @pytest.mark.parametrize("k", [300, 384])
+@pytest.mark.every(3)
 def test_second_codes_are_multiplied_where_a_block_has_them_and_read_nowhere_else(
     is_block: bool, k: int
 ) -> None:
@@ -228,6 +229,7 @@ def test_operands_that_do_not_fit_are_refused_by_name() -> None:
 @pytest.mark.parametrize(("m", "n", "k"), [(70, 200, 300), (3, 130, 17)], ids=lambda size: str(size))
 @pytest.mark.parametrize("is_block", [False, True], ids=["tiles", "blocks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.every(3)
 def test_a_product_that_adds_is_one_in_float32_that_is_added_and_rounded(
     m: int, n: int, k: int, is_block: bool, dtype: torch.dtype
 ) -> None:

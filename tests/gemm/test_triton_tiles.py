@@ -21,6 +21,7 @@ ELEMENTS = ("e2m1", "e4m3", "e5m2", "int8")
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.every(3)
 def test_one_pass_gives_the_tiles_of_both_axes_with_ragged_edges(element: str, dtype: torch.dtype) -> None:
     x = matrix(130, 200, dtype)
     row, column = quantize_tiles(x.to(DEVICE), element, by_row=True, by_column=True)
@@ -95,6 +96,7 @@ def test_nonfinite_groups_get_a_nan_scale_and_spoil_no_other_group(element: str,
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", [(300, 200), (130, 384), (5, 17)])
 @pytest.mark.parametrize("by_column", [True, False])
+@pytest.mark.every(5)
 def test_row_tiles_with_outliers_have_a_rest(
     shape: tuple[int, int], dtype: torch.dtype, by_column: bool
 ) -> None:

@@ -80,6 +80,7 @@ def step(model: nn.Module, *, adds: bool = True, of_inputs: bool = True) -> list
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recipe", [None, "fp8"])
+@pytest.mark.every(3)
 def test_sums_are_those_of_autograd(again: bool, compiled: bool, recipe: str | None) -> None:
     """Torch's products add, planned ones of the reference cannot."""
     plain, summed = Net(again), Net(again)

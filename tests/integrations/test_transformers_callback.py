@@ -168,6 +168,7 @@ class WithoutCounts(transformers.Trainer):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("kind", [transformers.Trainer, WithoutCounts])
+@pytest.mark.every(2)
 def test_statistics_are_of_the_last_steps_with_their_accumulated_micro_batches(
     tmp_path: Path, profiles: list[PrecisionProfile], kind: type
 ) -> None:

@@ -128,6 +128,7 @@ def test_top_k_and_top_p_keep_the_most_probable_tokens() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize(("closing_id", "cuts"), [(None, True), (5, True), (None, False)])
+@pytest.mark.every(2)
 def test_rows_are_drawn_from_the_mean_logits_of_whole_documents(
     family: str, closing_id: int | None, cuts: bool
 ) -> None:

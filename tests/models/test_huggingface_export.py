@@ -74,6 +74,7 @@ def test_a_sharded_export_holds_the_same_tensors_as_a_single_file(max_bytes: int
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.every(3)
 def test_a_stream_in_any_order_writes_the_same_file(name: str, tmp_path: Path) -> None:
     model = random_model(name)
     shuffled = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
@@ -88,6 +89,7 @@ def test_a_stream_in_any_order_writes_the_same_file(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["llama", "qwen2 tied", "gemma3"])
 @pytest.mark.parametrize(("order", "share"), [(1, None), (-1, None), (1, 0.1), (-1, 0.1)])
+@pytest.mark.every(3)
 def test_factors_are_exported_as_their_product(
     name: str, order: int, share: float | None, tmp_path: Path
 ) -> None:

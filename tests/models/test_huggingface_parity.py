@@ -75,7 +75,7 @@ def test_transformers_loads_an_export_completely_and_gives_the_same_logits(name:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.every(3)
+@pytest.mark.every(2)
 def test_greedy_text_equals_that_of_transformers(name: str, tmp_path: Path) -> None:
     reference, folder = reference_folder(name, tmp_path)
     model = scrimp_model(folder)

@@ -162,6 +162,7 @@ def test_without_masters_sums_of_micro_batches_are_right_on_average() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.every(2)
 def test_a_resumed_run_continues_bit_for_bit(kind: str, tmp_path: Path) -> None:
     dtype, train = settings(kind)
     straight, resumed = parameters(dtype), parameters(dtype)

@@ -187,6 +187,7 @@ def hand_counted(rank: int, *, fira: bool, master: bool) -> int:
 @both
 @pytest.mark.parametrize("master", [False, True])
 @pytest.mark.parametrize("rank", [48, 100])
+@pytest.mark.every(3)
 def test_the_account_foretells_states_and_the_peak_of_the_update(rank: int, master: bool, name: str) -> None:
     dtype, format_ = (torch.bfloat16, "bf16") if master else (torch.float32, "fp32")
     settings = dataclasses.replace(SETTINGS[name], master_weights=master, rank=rank, refresh_every=1)

@@ -106,7 +106,10 @@ def average(format_: MomentFormat, which: str, beta: float, steps: int, target: 
 
 
 @pytest.mark.parametrize("format_", ["fp32", "bf16", "8bit"])
-@pytest.mark.parametrize(("which", "beta", "target"), [("mean", 0.99, -3e-4), ("square", 0.999, 2e-7)])
+@pytest.mark.parametrize(
+    ("which", "beta", "target"),
+    [("mean", 0.99, -3e-4), pytest.param("square", 0.999, 2e-7, marks=pytest.mark.slow)],
+)
 def test_a_slow_average_of_a_constant_converges_to_it(
     format_: MomentFormat, which: str, beta: float, target: float
 ) -> None:

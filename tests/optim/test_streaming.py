@@ -90,7 +90,7 @@ def weights_of(model: Model, memory: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.every(3)
+@pytest.mark.every(8)
 def test_streamed_states_are_updated_bit_for_bit(format_: str, mixture: str) -> None:
     plain, streamed = (make(*FORMATS[format_], which) for which in (None, mixture))
     for number in range(3):

@@ -25,7 +25,7 @@ from scrimp.precision import MOST_TO_NEAREST
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TRITON = BACKENDS["triton"]
 NAMES = ("0", "2")
-BATCHES = [torch.randn(150, 40, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+BATCHES = [torch.randn(150, 40, generator=torch.Generator().manual_seed(n)) for n in range(3)]
 
 
 def by_triton(recipe: str, *site: object) -> Backend:
@@ -80,7 +80,7 @@ def expected_sums(model: nn.Module, optimizer: AdamW, masters: bool) -> dict[str
 
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 def test_sums_of_products_of_tiles(masters: bool, watched: bool) -> None:
     model, optimizer = started(masters)
     other, with_autograd = started(masters)

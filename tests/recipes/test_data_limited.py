@@ -126,6 +126,7 @@ def test_findings_are_what_the_losses_say() -> None:
 
 
 @pytest.mark.parametrize("gone", ["data-8", "strong-64", "ensemble-3-of-64", "usual-32"])
+@pytest.mark.every(4)
 def test_of_runs_that_are_missing_nothing_is_said(gone: str) -> None:
     losses = planted()
     del losses[gone]

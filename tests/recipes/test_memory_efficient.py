@@ -126,6 +126,7 @@ def test_bytes_are_those_of_the_traced_step() -> None:
 
 
 @pytest.mark.parametrize("gone", ["full-3e-3", "low-rank-3e-3", "refactored-1e-2"])
+@pytest.mark.every(3)
 def test_of_methods_whose_runs_are_missing_nothing_is_said(gone: str) -> None:
     said = findings(results_of_losses(planted(), missing=gone))
     method = METHODS[next(one for one in METHODS if gone.startswith(f"{one}-"))]

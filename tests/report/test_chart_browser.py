@@ -246,6 +246,7 @@ def test_dark_pages_have_dark_charts(page, tmp_path):
     assert light != drive(page, tmp_path, script, "--blink-settings=preferredColorScheme=0")["c"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [[1e300, 1e-300], [-1e12, 3], [0, 0], [math.nan, 7]])
 @pytest.mark.every(4)
 def test_odd_values_are_drawn_without_an_error(values, tmp_path):

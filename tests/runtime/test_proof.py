@@ -89,7 +89,7 @@ UNTIED = dataclasses.replace(ARCHITECTURE, family="llama", qkv_bias=False, tied_
 
 @pytest.mark.parametrize("architecture", [ARCHITECTURE, UNTIED], ids=["tied-bias", "untied"])
 @pytest.mark.parametrize(("precision", "parameters"), FORMATS + QUANTIZED)
-@pytest.mark.every(5)
+@pytest.mark.every(9)
 def test_a_true_plan_passes_and_leaves_no_trace(
     precision: str, parameters: str, architecture: Architecture
 ) -> None:
@@ -263,7 +263,7 @@ LIED_GEMMS = [
 @pytest.mark.parametrize(
     ("backend", "recipe", "gemm"), LIED_GEMMS, ids=lambda x: x if isinstance(x, str) else type(x).__name__
 )
-@pytest.mark.every(10)
+@pytest.mark.every(23)
 def test_a_back_end_that_does_not_do_what_it_says_is_stopped(
     backend: ReferenceBackend, recipe: str, gemm: str, parameters: str
 ) -> None:
@@ -367,6 +367,7 @@ def with_adapters(precision: str, targets: str, parameters: str = "bf16") -> tup
 
 @pytest.mark.parametrize("targets", ADAPTED)
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "nvfp4,head=fp8,blocks.0.*=bf16"])
+@pytest.mark.every(4)
 def test_beside_adapters_frozen_weights_have_no_wgrad(precision: str, targets: str) -> None:
     plan, executable = with_adapters(precision, targets)
     prove(executable, plan)

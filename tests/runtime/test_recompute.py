@@ -90,6 +90,7 @@ def test_no_level_changes_a_number_of_another_kind(family: str, precision: str, 
         ("bf16", "fp32", 0.1),
     ],
 )
+@pytest.mark.every(3)
 def test_no_level_changes_a_number_of_factors(precision: str, parameters: str, share: float | None) -> None:
     architecture = dataclasses.replace(ARCHITECTURE, rank=8, sparse_share=share)
     _, executable = realised(precision, parameters, architecture)
@@ -199,7 +200,7 @@ def test_planned_products_that_nobody_reads_do_not_run_again(level: str, compile
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8,*.mlp.down.saved=recompute"])
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 def test_the_proof_holds_at_every_level(precision: str, level: str) -> None:
     plan, executable = realised(precision, "fp32", UNTIED)
     set_level(executable, level)

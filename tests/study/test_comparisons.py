@@ -94,7 +94,7 @@ def test_a_bootstrap_interval_does_not_depend_on_the_order_of_pairs() -> None:
     assert interval_of(values, "bootstrap", 0.01) == interval_of(values[::-1], "bootstrap", 0.01)
 
 
-@pytest.mark.parametrize(("count", "alpha"), [(10, 0.01), (20, 0.002)])
+@pytest.mark.parametrize(("count", "alpha"), [(10, 0.01), pytest.param(20, 0.002, marks=pytest.mark.slow)])
 def test_bootstrap_intervals_of_small_errors_are_nearly_as_wide_as_those_of_t(
     count: int, alpha: float
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from scrimp.study.definition import load_study
 from scrimp.study.job import Job, row_of
-from scrimp.study.results import results_of
+from scrimp.study.results import Results, results_of
 from scrimp.study.rows import Key, Row
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -40,6 +40,13 @@ def rows_of_record(folder: Path) -> dict[Key, Row]:
     return found
 
 
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[Key, Row], Results]:
+    """The rows of the record, and what the study makes of them."""
+    rows = rows_of_record(tmp_path_factory.mktemp("record"))
+    return rows, results_of(load_study("formats"), rows)
+
+
 def test_its_settings_are_those_of_the_record() -> None:
     study, settings = load_study("formats"), RECORD["settings"]
     assert {one.name for one in study.variants} == {run["recipe"] for run in RECORD["runs"]}
@@ -52,8 +59,8 @@ def test_its_settings_are_those_of_the_record() -> None:
         assert variant.settings["evaluation.tokens"] == settings["eval_tokens"]
 
 
-def test_its_table_is_that_of_the_record(tmp_path: Path) -> None:
-    study, rows = load_study("formats"), rows_of_record(tmp_path)
+def test_its_table_is_that_of_the_record(found: tuple[dict[Key, Row], Results]) -> None:
+    rows, results = found
     table = (RESULTS / "2026-11-21-format-losses.md").read_text(encoding="utf-8")
     printed = {
         name: (float(mean), float(gap), float(last))
@@ -62,7 +69,7 @@ def test_its_table_is_that_of_the_record(tmp_path: Path) -> None:
         )
     }
     assert len(printed) == 7
-    for one in results_of(study, rows).outcomes:
+    for one in results.outcomes:
         mean, gap, last = printed[one.name]
         assert one.centre == pytest.approx(mean, abs=6e-5)
         if one.relative is not None:  # of means, where the script took the mean of ratios
@@ -71,14 +78,14 @@ def test_its_table_is_that_of_the_record(tmp_path: Path) -> None:
         assert sum(value or 0.0 for value in training) / 3 == pytest.approx(last, abs=6e-5)
 
 
-def test_three_seeds_could_not_tell_and_the_study_says_so(tmp_path: Path) -> None:
-    outcomes = results_of(load_study("formats"), rows_of_record(tmp_path)).others
+def test_three_seeds_could_not_tell_and_the_study_says_so(found: tuple[dict[Key, Row], Results]) -> None:
+    outcomes = found[1].others
     assert all(one.verdict.startswith("cannot tell: ") for one in outcomes)
     assert all("more runs would" in one.verdict for one in outcomes)
 
 
-def test_its_scatter_is_that_of_the_record(tmp_path: Path) -> None:
+def test_its_scatter_is_that_of_the_record(found: tuple[dict[Key, Row], Results]) -> None:
     study = load_study("formats")
-    found = [one.comparison for one in results_of(study, rows_of_record(tmp_path)).others]
-    squares = [one.scatter**2 for one in found if one is not None and one.scatter is not None]
+    pairs = [one.comparison for one in found[1].others]
+    squares = [one.scatter**2 for one in pairs if one is not None and one.scatter is not None]
     assert study.scatter == pytest.approx((sum(squares) / len(squares)) ** 0.5, abs=0.005)

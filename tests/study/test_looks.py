@@ -47,6 +47,7 @@ def adds_one(pairs: int, effect: float, number: int) -> int:
     return pairs + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begins", [3, 6])
 @pytest.mark.parametrize("goes_on", [follows_advice, adds_one])
 @pytest.mark.every(4)

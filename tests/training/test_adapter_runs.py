@@ -158,6 +158,7 @@ def test_a_run_goes_on_bit_for_bit_and_from_any_kind_of_base(folder: Path, tmp_p
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_teaches(folder: Path, tmp_path: Path) -> None:
     """Its weights are merged while the student's products are counted."""
     corpus = folder / "corpus.txt"
@@ -182,7 +183,7 @@ def test_adapters_beside_a_run_with_adapters(folder: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "settings",
     [
-        ["--precision=bf16"],
+        pytest.param(["--precision=bf16"], marks=pytest.mark.slow),
         pytest.param(["--precision=fp8,blocks.0.*=bf16"], marks=pytest.mark.slow),
         pytest.param(["--precision=fp8", "--memory.activations=block"], marks=pytest.mark.slow),
         pytest.param(["--precision=nvfp4,head=fp8"], marks=pytest.mark.slow),

@@ -50,6 +50,7 @@ def test_formats_are_proven_beside_a_teacher(folder: Path) -> None:
     assert "gave the numbers of their formats" in str(proof)
 
 
+@pytest.mark.slow
 def test_a_teacher_of_no_weight_changes_nothing(folder: Path) -> None:
     assert main(student(folder, "untaught", str(folder / "teacher"), "--objective.teacher-weight=1e-12")) == 0
     assert list(losses(folder / "untaught").values()) == pytest.approx(

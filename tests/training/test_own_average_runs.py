@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs_on_ranks import check_same_course, check_same_tensors, checkpoint_of, goes_on, on_ranks
-from tiny_run import flags, losses, records, scrimp, write_corpus
+from tiny_run import flags, forked, losses, records, write_corpus
 
 from scrimp.cli import main
 from scrimp.config import load_config
@@ -33,8 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("average")
     corpus = write_corpus(folder)
     for name, more in (("plain", ()), ("taught", EMA)):
-        done = scrimp(*flags(corpus, folder / name, *SETTINGS, *more))
-        assert done.returncode == 0, done.stderr
+        assert forked(*flags(corpus, folder / name, *SETTINGS, *more)) == 0
     return folder
 
 

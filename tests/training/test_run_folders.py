@@ -1,9 +1,9 @@
 """Run folders under contention, after kills and with edited files: nothing is mixed up or lost."""
 
 import errno
+import os
 import shutil
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 
@@ -16,15 +16,6 @@ from scrimp.errors import CheckpointError, StorageError
 from scrimp.planner import Plan
 from scrimp.training.checkpoint_writing import Writing
 from scrimp.training.run_folder import RunLock, claim_new_folder
-
-LOCKED = (
-    "import sys, time\n"
-    "from pathlib import Path\n"
-    "from scrimp.training.run_folder import RunLock\n"
-    "with RunLock(Path(sys.argv[1])):\n"
-    "    print('locked', flush=True)\n"
-    "    time.sleep(60)\n"
-)
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +39,18 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_in_use_is_refused_and_free_again_when_its_process_dies(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", LOCKED, str(tmp_path / "run")], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
+    ready, says = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with RunLock(tmp_path / "run"):
+            os.write(says, b".")
+            time.sleep(60)
+        os._exit(1)
+    assert os.read(ready, 1) == b"."
     with pytest.raises(StorageError, match="in use"), RunLock(tmp_path / "run"):
         pass
-    process.kill()
-    process.wait()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
     with RunLock(tmp_path / "run"):
         pass
 

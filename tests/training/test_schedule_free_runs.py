@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs_on_ranks import check_same_course, check_same_tensors, checkpoint_of, goes_on, on_ranks
-from tiny_run import flags, losses, records, scrimp, write_corpus
+from tiny_run import flags, forked, losses, records, write_corpus
 from torch import Tensor
 
 from scrimp.cli import main
@@ -33,8 +33,7 @@ OFTEN, NEVER = "--evaluation.every=1", "--evaluation.every=0"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a run that is evaluated after every step, in a process of its own."""
     folder = tmp_path_factory.mktemp("free")
-    done = scrimp(*flags(write_corpus(folder), folder / "run", *SETTINGS, *FREE, OFTEN))
-    assert done.returncode == 0, done.stderr
+    assert forked(*flags(write_corpus(folder), folder / "run", *SETTINGS, *FREE, OFTEN)) == 0
     return folder
 
 
@@ -81,6 +80,7 @@ def test_all_who_read_its_weights_get_those_that_were_evaluated(folder: Path) ->
     assert all(torch.equal(exported[name], x) for name, x in weights.items())
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_as_they_were_evaluated(folder: Path) -> None:
     run, base = folder / "adapted", f"--model.weights={folder / 'run'}"
     assert main(flags(folder / "corpus.txt", run, *SETTINGS, *FREE, base, "--adapter.rank=4", OFTEN)) == 0

@@ -23,6 +23,7 @@ from scrimp.models.initialise import initialise
 from scrimp.models.model import build_model
 from scrimp.objectives import build
 from scrimp.report.records import read_jsonl
+from scrimp.training import finish
 from scrimp.training.run_state import read_state
 from scrimp.training.trained_weights import checkpoint_of
 
@@ -34,7 +35,9 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has learnt its conversations by heart."""
     folder = tmp_path_factory.mktemp("learnt")
     write_chats(folder)
-    assert main(sft_flags(folder, folder / "run", "--train.steps=80", "--data.held-out=0")) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finish, "SAMPLE_TOKENS", 48)  # a whole answer
+        assert main(sft_flags(folder, folder / "run", "--train.steps=80", "--data.held-out=0")) == 0
     return folder / "run"
 
 

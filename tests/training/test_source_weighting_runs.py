@@ -129,6 +129,7 @@ def test_micro_batches_change_nothing(folder: Path) -> None:
     check_same_course(folder / "cut", folder / "weighed")
 
 
+@pytest.mark.slow
 def test_sources_are_weighed_beside_a_teacher(folder: Path) -> None:
     both = ["--objective.name=distill", "--objective.teachers=ema", *WEIGHED]
     assert main(mix_flags(folder, write_texts(folder), folder / "both", *both)) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -65,21 +67,31 @@ def one_by_one(folder: Path) -> list[dict[int, float]]:
     return found
 
 
-def test_stages_are_the_runs_that_one_would_start_by_hand(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+OFTEN = ("--checkpoint.every=2", "--checkpoint.keep-last=9")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder with a training that nothing stopped, and what it said."""
+    folder = tmp_path_factory.mktemp("whole")
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert main(words(folder, *OFTEN)) == 0
+    return folder, said.getvalue()
+
+
+def test_stages_are_the_runs_that_one_would_start_by_hand(whole: tuple[Path, str]) -> None:
     """The last one has other formats, and so another plan, and empty states."""
-    assert main(words(tmp_path)) == 0
-    assert "stage 3 of 3: " in capsys.readouterr().err
-    runs = [tmp_path / "run" / f"stage-{number}" for number in (1, 2, 3)]
-    assert [losses(run) for run in runs] == one_by_one(tmp_path)
+    folder, said = whole
+    assert "stage 3 of 3: " in said
+    runs = [folder / "run" / f"stage-{number}" for number in (1, 2, 3)]
+    assert [losses(run) for run in runs] == one_by_one(folder)
     plans = [(run / "plan.json").read_text() for run in runs]
     assert '"bf16"' in plans[2]
     assert '"bf16"' not in plans[0]
     assert {(run / "tokenizer" / "tokenizer.json").read_text() for run in runs} == {
         (runs[0] / "tokenizer" / "tokenizer.json").read_text()
     }
-    assert main(words(tmp_path)) == 0  # nothing is left to do
+    assert main(words(folder, *OFTEN)) == 0  # nothing is left to do
     assert [len(losses(run)) for run in runs] == [4, 3, 2]
     assert [one["kind"] for one in records(runs[0], "events.jsonl")].count("resume") == 0
 
@@ -87,21 +99,18 @@ def test_stages_are_the_runs_that_one_would_start_by_hand(
 @pytest.mark.parametrize(("stage", "stop"), [(1, 3), (2, 1)])
 @pytest.mark.every(2)
 def test_a_killed_training_goes_on_in_its_stage_with_the_same_command(
-    stage: int, stop: int, tmp_path: Path
+    stage: int, stop: int, tmp_path: Path, whole: tuple[Path, str]
 ) -> None:
     """After a checkpoint, and before the first one of its stage: batches and losses of later steps are the same."""
-    more = ["--train.steps=5", "--checkpoint.every=2", "--checkpoint.keep-last=9"]
-    whole = words(tmp_path, *more, run="whole")
-    assert main(whole) == 0
-    command = words(tmp_path, *more)
+    command = words(tmp_path, *OFTEN)
     kill_at(tmp_path / "run" / f"stage-{stage}", stop, command)
     begun = sorted(path.name for path in (tmp_path / "run").glob("stage-*"))
     assert begun == [f"stage-{number}" for number in range(1, stage + 1)]
     assert main(command) == 0
-    for number in (1, 2, 3):
-        expected = losses(tmp_path / "whole" / f"stage-{number}")
+    for number, steps in ((1, 4), (2, 3), (3, 2)):
+        expected = losses(whole[0] / "run" / f"stage-{number}")
         assert losses(tmp_path / "run" / f"stage-{number}") == expected, f"stage {number}"
-        assert len(expected) == 5
+        assert len(expected) == steps
 
 
 def kill_at(run: Path, step: int, command: list[str]) -> None:

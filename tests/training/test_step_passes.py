@@ -70,10 +70,10 @@ def test_the_account_is_that_of_the_run() -> None:
     "more",
     [
         {"precision": "fp32"},
+        {"model__preset": "llama-3m", "memory__activations": "keep+offload"},
         {"optimizer__name": "muon"},
         {"precision": "fp8,*.wgrad=bf16"},
         {"memory__activations": "keep,0=block"},
-        {"model__preset": "llama-3m", "memory__activations": "keep+offload"},
         {"optimizer__name": "galore"},
         {"optimizer__name": "nadamw"},
         {"precision": "fp8_tensor,*=bf16"},

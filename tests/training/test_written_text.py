@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("written")
     corpus = write_corpus(folder)
     for seed in (7, 8):
-        teacher = ("--train.steps=30", f"--run.seed={seed}", "--model.context=128")
+        teacher = ("--train.steps=10", f"--run.seed={seed}", "--model.context=128")
         assert main(flags(corpus, folder / f"teacher{seed}", *teacher)) == 0
     assert main(student(folder, "taught")) == 0
     return folder

@@ -29,6 +29,7 @@ Checked  tests/study/test_comparisons.py: against mpmath, tables, simulated powe
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -258,6 +259,7 @@ def _normal_cdf(x: np.ndarray) -> np.ndarray:
 # -- Student's t -------------------------------------------------------------------------------
 
 
+@functools.cache  # a search for a difference or a number of pairs asks for the same one dozens of times
 def t_quantile(level: float, freedom: int) -> float:
     """The value below which Student's t lies with probability `level`, from a half to less than one."""
     low, high = 0.0, 1.0

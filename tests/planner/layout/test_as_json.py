@@ -24,8 +24,8 @@ from scrimp.planner.layout.software import software
 @pytest.fixture(scope="module")
 def answer() -> Answer:
     question = Question(
-        model=sizes_of(spec_of(preset("llama-3.1-8b"))),
-        cluster=load_hardware("8xh100"),
+        model=sizes_of(spec_of(preset("llama-3.2-1b"))),
+        cluster=load_hardware("4xh100"),
         sequence=8192,
         global_batch=64,
         software=software("scrimp"),
@@ -38,7 +38,7 @@ def test_a_plan_is_a_line_that_is_answered_alike(answer: Answer) -> None:
     found = json.loads(json.dumps(answer_json(answer, Goal(tokens=1e12), "1.2.3")))
     question = found["question"]
     for plan in found["best"]:
-        line: dict[str, Any] = {"model": "llama-3.1-8b", "hardware": found["hardware"]["name"]}
+        line: dict[str, Any] = {"model": "llama-3.2-1b", "hardware": found["hardware"]["name"]}
         line |= {name: question[name] for name in ("sequence", "global_batch", "software")}
         line |= {
             name: plan[name]
@@ -48,7 +48,7 @@ def test_a_plan_is_a_line_that_is_answered_alike(answer: Answer) -> None:
         assert {name: plan[name] for name in again} == again
         assert plan["days"] == pytest.approx(1e12 / plan["tokens_per_day"])
         assert plan["dollars"] == pytest.approx(1000 * plan["dollars_per_billion_tokens"])
-        assert plan["dollars"] == pytest.approx(plan["days"] * 24 * 8 * 2.95)
+        assert plan["dollars"] == pytest.approx(plan["days"] * 24 * 4 * 2.95)
     assert found["scrimp"] == "1.2.3"
     assert found["do_not_fit"] < found["settings_tried"]
     assert {one["killed_by"] for one in found["losers"]} >= {"link"}

@@ -81,6 +81,7 @@ def test_what_is_given_stays() -> None:
 
 @pytest.mark.parametrize("rates", [RATES, dataclasses.replace(RATES, link=3e7)], ids=["fast", "slow"])
 @pytest.mark.parametrize("memory", [2**33, 90 * 2**20])
+@pytest.mark.every(3)
 def test_nothing_that_fits_is_faster_than_what_is_found(rates: RankRates, memory: int) -> None:
     question = asked(rates, memory=memory)
     found = best(question).seconds

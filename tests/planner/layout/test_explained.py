@@ -30,7 +30,7 @@ def candidate(one: Setting) -> Candidate:
 
 @pytest.fixture(scope="module")
 def found() -> Found:
-    like = setting(LLAMA_8B, "8xh100", global_batch=64)
+    like = setting(dataclasses.replace(LLAMA_8B, layers=8), "8xh100", global_batch=64)
     return search(
         Question(
             model=like.model,

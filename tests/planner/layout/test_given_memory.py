@@ -34,6 +34,7 @@ def question(
 
 
 @pytest.mark.parametrize("text", ["keep", "norms", "block", "keep,0-3=block"])
+@pytest.mark.every(3)
 def test_the_best_is_the_fastest_of_all_that_fit_as_given(text: str) -> None:
     asked = question(text, Offload())
     blocks = asked.memory.blocks(8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import pytest
 from published_settings import LLAMA_8B, setting
@@ -100,22 +101,26 @@ def test_hardware_without_a_price_has_no_cheapest_tokens() -> None:
         ask(dataclasses.replace(asked, cluster=cluster), Goal(objective="cost"))
 
 
+SIZES = [*((1, used) for used in range(1, 9)), (2, 8), (3, 8)]
+"""Nodes, and devices of each."""
+
+
 @functools.cache
-def days_by_size() -> dict[int, float]:
-    """Days that 1e10 tokens of the small model take on every number of devices."""
-    asked, days = question(SMALL, "h100", global_batch=48), {}
-    sizes = [(1, used) for used in range(1, 9)] + [(2, 8), (3, 8)]
-    for cluster in (resized(asked.cluster, *size) for size in sizes):
-        one = dataclasses.replace(asked, cluster=cluster)
-        found = search(one, keep=1)
-        days[cluster.devices] = days_of(one, found.best[0].seconds, 1e10) if found.best else float("inf")
-    return days
+def days_on(nodes: int, devices: int) -> float:
+    """Days that 1e10 tokens of the small model take."""
+    asked = question(SMALL, "h100", global_batch=48)
+    one = dataclasses.replace(asked, cluster=resized(asked.cluster, nodes, devices))
+    found = search(one, keep=1)
+    return days_of(one, found.best[0].seconds, 1e10) if found.best else float("inf")
 
 
-@pytest.mark.parametrize("wanted", [1, 3, 4, 8, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "wanted", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8, 24))]
+)
 def test_the_smallest_cluster_is_the_first_in_time(wanted: int) -> None:
     asked = question(SMALL, "h100", global_batch=48)
-    tokens, days = 1e10, days_by_size()
+    sizes = [size for size in SIZES if math.prod(size) <= wanted]
+    tokens, days = 1e10, {math.prod(size): days_on(*size) for size in sizes}
     limit = 1.001 * days[wanted]
     answer = ask(asked, Goal(objective="smallest-cluster", tokens=tokens, days=limit))
     assert answer.question.cluster.devices == min(size for size, needs in days.items() if needs <= limit)
@@ -124,6 +129,7 @@ def test_the_smallest_cluster_is_the_first_in_time(wanted: int) -> None:
     assert all(one.note for one in answer.trials[:-1])
 
 
+@pytest.mark.slow
 def test_sizes_between_two_are_tried_until_none_is_left() -> None:
     """Every second size from 32 to 48 nodes is tried first: the smallest in time may lie beside those."""
     asked = question(SMALL, "h100", global_batch=8 * 33 * 34)
@@ -189,7 +195,9 @@ def test_where_nothing_fits_nothing_is_answered() -> None:
     assert DAY == 24 * 3600
 
 
-@pytest.mark.parametrize("objective", ["step-time", "longest-context", "largest-model"])
+@pytest.mark.parametrize(
+    "objective", ["step-time", "longest-context", pytest.param("largest-model", marks=pytest.mark.slow)]
+)
 def test_a_budget_that_no_formats_keep_is_named(objective: Objective) -> None:
     asked = question(SMALL, "4xb200", global_batch=16)
     asked = dataclasses.replace(asked, formats=FormatBudget(names=("nvfp4", "mxfp4"), share=0.5))

@@ -130,6 +130,7 @@ SMALL = dataclasses.replace(LLAMA_8B, layers=8)
     [{"links": 2.0}, {"peak": 0.8}, {"links": 2.0, "peak": 1.25}, {"links": 0.5, "peak": 1.25}],
     ids=str,
 )
+@pytest.mark.every(4)
 def test_a_wrong_model_and_few_trials_come_near_brute_force(constants: dict[str, float], seed: int) -> None:
     like = setting(SMALL, "4xl40s", global_batch=16)
     check(case(like, memory=0.8, room=0.75, **constants), seed)

@@ -55,7 +55,7 @@ def traced(architecture: Architecture, rules: str, device: str) -> StepCosts:
     ],
     ids=["qwen2", "formats", "gemma3", "experts"],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_a_trace_has_the_bytes_of_torchs_fake_tensors_and_checkpoint(
     monkeypatch: pytest.MonkeyPatch, architecture: Architecture, rules: str, device: str
 ) -> None:
@@ -76,9 +76,10 @@ def test_every_rule_answers_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> No
         return found
 
     monkeypatch.setattr(meta_mode, "result_of", compared)
-    for architecture in (LLAMA3, QWEN2, GEMMA3, EXPERTS):
-        traced(architecture, "bf16", "cuda")
-        traced(architecture, "fp32", "cpu")
+    traced(LLAMA3, "fp32", "cpu")
+    traced(QWEN2, "bf16", "cuda")
+    for rules, device in (("bf16", "cuda"), ("fp32", "cpu")):
+        traced(GEMMA3, rules, device)
     assert not {str(rule) for rule in RULES} - {str(rule) for rule in answered}
 
 
@@ -96,13 +97,12 @@ from scrimp.config import preset
 from scrimp.optim.adamw_run import AdamWMemory
 from scrimp.profiler.memory_trace import TracedStep
 
-CHOICES = ("keep", "qkv", "block", "qkv+offload")
-for model in ("qwen2.5-7b", "llama-3.1-8b", "gemma3-1b"):
-    for device in ("cpu", "cuda"):
-        TracedStep(
-            preset(model), precision="bf16", parameters="bf16", optimizer=AdamWMemory("bf16"), micro_batch=1,
-            sequence=256, loss_chunk=64, activations=CHOICES, device_functions=device,
-        ).costs()
+CHOICES = ("block", "qkv+offload")
+for model, device in (("qwen2.5-7b", "cuda"), ("gemma3-1b", "cpu")):
+    TracedStep(
+        preset(model), precision="bf16", parameters="bf16", optimizer=AdamWMemory("bf16"), micro_batch=1,
+        sequence=256, loss_chunk=64, activations=CHOICES, device_functions=device,
+    ).costs()
 print(sorted({"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules)))
 """
 

@@ -30,7 +30,7 @@ from scrimp.profiler.memory_trace.workspace import WorkspaceRule, cpu_workspace,
     ],
     ids=["fp32", "autocast", "fp8", "tied"],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_a_real_step_peaks_where_the_allocator_does(setting: Setting) -> None:
     step = RealStep(setting)
     step()  # tables that are made once

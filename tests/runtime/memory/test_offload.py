@@ -80,6 +80,7 @@ def test_it_composes_with_every_level_of_recomputation(precision: str, level: st
 
 @pytest.mark.parametrize("leaving", [{0}, {1, 3}, {3}, {0, 1, 2}])
 @pytest.mark.parametrize("keep_last", [True, False])
+@pytest.mark.every(3)
 def test_any_blocks_may_leave(leaving: set[int], keep_last: bool) -> None:
     offload = make_offload(LateLink, keep_last=keep_last)
     assert same(Run("fp32", offload=offload, leaving=frozenset(leaving)).steps(), expected_steps("fp32"))

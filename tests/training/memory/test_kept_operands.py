@@ -31,7 +31,7 @@ CONFIG = Config(
     model=ModelConfig(preset="llama-3m", vocab_size=512, num_layers=3),
     train=TrainConfig(steps=4, sequence=64, batch_tokens=512, micro_batch=2),
 )
-STEPS = ("--train.steps=6", "--precision=fp8", "--train.micro-batch=1", "--evaluation.every=0")
+STEPS = ("--train.steps=5", "--precision=fp8", "--train.micro-batch=1", "--evaluation.every=0")
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +106,9 @@ def bytes_of(value: Any) -> int:
     return 0
 
 
-def test_a_run_has_the_same_losses_and_keeps_what_was_foreseen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    corpus, kept = write_corpus(tmp_path), []
+@contextlib.contextmanager
+def counting(kept: list[int]) -> Iterator[None]:
+    """Adds the bytes of what each step kept."""
 
     @contextlib.contextmanager
     def counted(wanted: bool) -> Iterator[None]:
@@ -117,17 +116,34 @@ def test_a_run_has_the_same_losses_and_keeps_what_was_foreseen(
             yield
             kept.append(sum(bytes_of(one.operand) for one in found.values()))
 
-    monkeypatch.setattr(training_step, "keeping", counted)
-    assert main(flags(corpus, tmp_path / "kept", *STEPS)) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_step, "keeping", counted)
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A run that keeps operands, and the bytes that it kept in each step; its text lies beside it."""
+    folder, kept = tmp_path_factory.mktemp("kept"), list[int]()
+    with counting(kept):
+        assert main(flags(write_corpus(folder), folder / "kept", *STEPS)) == 0
+    return folder / "kept", kept
+
+
+def test_a_run_has_the_same_losses_and_keeps_what_was_foreseen(
+    run: tuple[Path, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, kept = run
     monkeypatch.setattr("scrimp.training.setup.with_kept_operands", lambda memory, *_: memory)
-    assert main(flags(corpus, tmp_path / "apart", *STEPS)) == 0
-    assert losses(tmp_path / "apart") == losses(tmp_path / "kept")
-    peaks = [
-        Plan.read(tmp_path / name / "plan.json").predicted.peak_device_bytes for name in ("kept", "apart")
-    ]
+    apart: list[int] = []
+    with counting(apart):
+        assert main(flags(whole.parent / "corpus.txt", tmp_path / "apart", *STEPS)) == 0
+    assert losses(tmp_path / "apart") == losses(whole)
+    peaks = [Plan.read(one / "plan.json").predicted.peak_device_bytes for one in (whole, tmp_path / "apart")]
     # Where its largest moment is the update, less than all of them.
     assert 0 < peaks[0] - peaks[1] <= kept[0]
-    assert kept == [kept[0]] * 6 + [0] * 6
+    assert kept == [kept[0]] * 5
+    assert apart == [0] * 5
 
 
 def test_what_is_foreseen_is_what_a_model_keeps(decided: Decisions) -> None:
@@ -144,10 +160,9 @@ def test_what_is_foreseen_is_what_a_model_keeps(decided: Decisions) -> None:
 
 
 def test_a_step_that_runs_out_of_memory_is_taken_again_without_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: tuple[Path, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    corpus, passes, failed = write_corpus(tmp_path), training_step.run_passes, []
-    assert main(flags(corpus, tmp_path / "free", *STEPS)) == 0
+    (free, _), passes, failed = run, training_step.run_passes, []
 
     def short(*arguments: object, step: int, first_row: int) -> object:
         found = passes(*arguments, step=step, first_row=first_row)
@@ -157,13 +172,13 @@ def test_a_step_that_runs_out_of_memory_is_taken_again_without_them(
         return found
 
     monkeypatch.setattr(training_step, "run_passes", short)
-    assert main(flags(corpus, tmp_path / "short", *STEPS)) == 0
+    assert main(flags(free.parent / "corpus.txt", tmp_path / "short", *STEPS)) == 0
     assert failed == [3]
-    assert losses(tmp_path / "short") == losses(tmp_path / "free")
+    assert losses(tmp_path / "short") == losses(free)
     found = [one for one in records(tmp_path / "short", "events.jsonl") if one["kind"] == "weight-operands"]
     assert [one["reason"] for one in found] == [
         "out of memory in step 4: weights are quantized in each micro-batch from now on"
     ]
-    plans = [Plan.read(tmp_path / name / "plan.json") for name in ("short", "free")]
+    plans = [Plan.read(one / "plan.json") for one in (tmp_path / "short", free)]
     assert plans[0].predicted.peak_device_bytes < plans[1].predicted.peak_device_bytes
     assert plans[0].blocks == plans[1].blocks
