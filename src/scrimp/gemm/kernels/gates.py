@@ -82,9 +82,8 @@ def source_values(x, halves, row, column, mask, num_columns, GATE: tl.constexpr)
 @triton.jit
 def load_source(x, halves, rows, columns, num_rows, num_columns, AXIS: tl.constexpr, GATE: tl.constexpr):
     """A float32 block [rows, columns], or where AXIS is 0 [columns, rows], zero beyond the edges."""
-    row = rows[:, None] if AXIS == 1 else rows[None, :]
-    column = columns[None, :] if AXIS == 1 else columns[:, None]
-    mask = (row < num_rows) & (column < num_columns)
+    row, column = tl.expand_dims(rows, AXIS), tl.expand_dims(columns, 1 - AXIS)
+    mask = tl.expand_dims(rows < num_rows, AXIS) & tl.expand_dims(columns < num_columns, 1 - AXIS)
     return source_values(x, halves, row, column, mask, num_columns, GATE)
 
 

@@ -161,7 +161,8 @@ def store_values(to, values, outer, inner, num_outer, num_inner, AXIS: tl.conste
 
 @triton.jit
 def store_groups(
-    source,
+    x,
+    halves,
     rotation,
     result,
     hashes,
@@ -188,7 +189,6 @@ def store_groups(
     amax, out, scales, tensor_scale = result
     outer = outer_block * BLOCK + tl.arange(0, BLOCK)
     inner = inner_block * BLOCK + tl.arange(0, BLOCK)
-    x, halves = source
     block = load_rotated(x, halves, rotation, outer, inner, num_outer, num_inner, AXIS, HOW[0], GATE, BLOCK)
     if HOW[0]:
         num_inner = tl.cdiv(num_inner, 16) * 16
@@ -264,7 +264,8 @@ def quantize_groups_kernel(
     block_row, block_column, _, _ = block_of_program(tl.cdiv(num_columns, 128) * 128, BLOCK, BLOCK)
     if ROW is not None:
         store_groups(
-            (x, halves),
+            x,
+            halves,
             rotation,
             (row_amax, row_out, row_scales, row_tensor_scale),
             (row_hashes, column_hashes),
@@ -285,7 +286,8 @@ def quantize_groups_kernel(
         )
     if COLUMN is not None:
         store_groups(
-            (x, halves),
+            x,
+            halves,
             rotation,
             (column_amax, column_out, column_scales, column_tensor_scale),
             (second_column_hashes, second_row_hashes),
