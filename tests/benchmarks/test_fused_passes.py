@@ -15,11 +15,14 @@ CPU = torch.device("cpu")
 
 def test_every_kernel_has_its_pass_and_its_bytes_are_its_tensors() -> None:
     found = [make() for make in fused_passes.passes(1024, CPU)]
-    assert [one.name.split(",")[0] for one in found] == ["sum", "product that adds", "loss", *["update"] * 6]
+    names = ["sum", "product that adds", "loss", *["update"] * 6, *["gate"] * 4]
+    assert [one.name.split(",")[0] for one in found] == names
     (product,) = (one for one in found if one.name == "product that adds")
     assert product.moved == 4 * (2 * 1024 + fused_passes.TOKENS * (1 + 1024))  # a sum of one row
     # Scales of 8 bits: two bytes for 128 numbers of either average.
     each = [6, 4, 14, 2 * (4 + 2 / 64) + 2, 22, 2 * 8 + 4, 2 * (6 + 2 / 64) + 4, 28]
+    # Of 1,024 numbers of gate and up a result of half as many, or as many gradients; codes both ways.
+    each += [2 + 1, 3 + 2, 4 + 1, 6 + 2]
     assert [one.moved for one in found if one is not product] == [1024 * bytes_ for bytes_ in each]
 
 

@@ -15,15 +15,25 @@ from decoder_reference import LLAMA
 from torch import Tensor, nn
 from triton_cases import DEVICE
 
+from scrimp.config import Architecture
 from scrimp.config.activations import LEVELS, Activations
-from scrimp.gemm import Execution, defers, gate_alone, gated_products, observing, run_again, swap_in
+from scrimp.gemm import (
+    Execution,
+    FactoredLinear,
+    defers,
+    gate_alone,
+    gated_products,
+    observing,
+    run_again,
+    swap_in,
+)
 from scrimp.gemm.backends import BACKENDS, Backend
 from scrimp.gemm.deferred import Gate
 from scrimp.gemm.kernels import gates, tiles
 from scrimp.gemm.problem import Shape
 from scrimp.gemm.weight_sums import Product, WeightSum, adding, set_sum
-from scrimp.models.blocks import defer_gates
-from scrimp.models.model import build_model
+from scrimp.models.blocks import Mlp
+from scrimp.models.model import Model, build_model
 from scrimp.precision import LinearPrecision
 
 TOKENS, WIDTH, INNER = 40, 48, 32
@@ -87,7 +97,8 @@ def pair(
         model = Gated(dtype, gate, joint).to(DEVICE)
         # Where nobody makes an input again it is kept as it is, which wgrad reads the same.
         kept = precision if precision.saved != "recompute" else dataclasses.replace(precision, saved="bf16")
-        layers = {"first": kept, "second": precision if joint else kept}
+        first = kept if kept.saved != "bf16" else dataclasses.replace(precision, saved=precision.wgrad)
+        layers = {"first": first, "second": precision if joint else kept}
         swap_in(model, layers, choose=kernels).clock.begin(3)  # every pass has the same noise
         found.append(model)
     return found[0], found[1]
@@ -173,6 +184,25 @@ class Total(WeightSum):
         self.sum += gradient
 
 
+def defer_gates(model: nn.Module) -> None:
+    """As on a GPU."""
+    for module in model.modules():
+        if isinstance(module, Mlp):
+            module.defers_gate = True
+
+
+def small(architecture: Architecture, precision: LinearPrecision) -> Model:
+    """A model with planned layers, its gates deferred."""
+    model = build_model(architecture, dtype=torch.float32).to(DEVICE)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    names = [name for name, _ in model.named_modules() if name.endswith(("qkv", "out", "gate_up", "down"))]
+    swap_in(model, dict.fromkeys(names, precision), choose=kernels).clock.begin(1)
+    defer_gates(model)
+    return model
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("level", LEVELS[1:])
 @pytest.mark.every(7)
@@ -180,16 +210,7 @@ def test_blocks_that_make_activations_again(level: str, compiled: bool) -> None:
     """The numbers of those that keep all, and no product that is not read: gate and up are read by the gate alone."""
     found, products = [], []
     for each in ("keep", level):
-        model = build_model(LLAMA, dtype=torch.float32).to(DEVICE)
-        torch.manual_seed(0)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-        names = [
-            name for name, _ in model.named_modules() if name.endswith(("qkv", "out", "gate_up", "down"))
-        ]
-        precisions = dict.fromkeys(names, LinearPrecision.of("fp8"))
-        swap_in(model, precisions, choose=kernels).clock.begin(1)
-        defer_gates(model)
+        model = small(LLAMA, LinearPrecision.of("fp8"))
         torch.compiler.reset()
         for block in model.each_block():
             block.activations = Activations(each)
@@ -206,6 +227,21 @@ def test_blocks_that_make_activations_again(level: str, compiled: bool) -> None:
     assert sorted(again) == sorted(expected)
     for kept, made in zip(*found, strict=True):
         assert torch.equal(kept, made)
+
+
+@pytest.mark.parametrize("level", ["mlp", "attention"])
+def test_a_stream_that_is_read_in_its_own_type(level: str) -> None:
+    """OLMo 2 has no norm before its MLP, which under autocast reads float32."""
+    found = []
+    for each in ("keep", level):
+        model = small(dataclasses.replace(LLAMA, family="olmo2"), LinearPrecision.of("fp8"))
+        for block in model.each_block():
+            block.activations = Activations(each)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = model(torch.arange(32).view(2, 16)).float().square().sum()
+        loss.backward()
+        found.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert all(torch.equal(kept, made) for kept, made in zip(*found, strict=True))
 
 
 def test_who_watches_is_shown_whole_matrices() -> None:
@@ -231,8 +267,15 @@ def test_hooks_biases_and_plain_layers_run_one_by_one() -> None:
     assert not defers(joint.first, joint.second, x)
     handle.remove()
     assert not defers(joint.first, nn.Linear(INNER, WIDTH, bias=False), x)
+    assert not defers(FactoredLinear(nn.Linear(WIDTH, 4), nn.Linear(4, 2 * INNER)), joint.second, x)
+    with_bias = nn.Linear(INNER, WIDTH, dtype=torch.bfloat16)
+    swap_in(with_bias, LinearPrecision.of("fp8"), choose=kernels)
+    assert not defers(joint.first, with_bias, x)
     plain, _ = pair(LinearPrecision.of("bf16"))
     assert not defers(plain.first, plain.second, x)
+    # A proof counts the products of a plain layer as torch's.
+    assert not defers(joint.first, plain.second, x)
+    assert not defers(plain.first, joint.second, x)
 
 
 def test_a_gate_has_no_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

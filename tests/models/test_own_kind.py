@@ -24,6 +24,7 @@ KIND = f"--model.kind={EXAMPLE}:Parallel"
 def test_the_example_trains_resumes_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus, run = write_corpus(tmp_path), tmp_path / "run"
     words = flags(corpus, run, KIND, "--train.steps=4", "--checkpoint.every=2", "--precision=fp8")
+    words.append("--memory.activations=block")  # hands activations on to the block of one's own
     assert main(words) == 2
     assert "--trust-code" in capsys.readouterr().err
     assert main([*words, "--trust-code"]) == 0

@@ -37,6 +37,9 @@ class Activations:
 
     level: str = "keep"
     is_offloaded: bool = False
+    ends_region: bool = False
+    """A compiled graph makes the whole block again but for its result, so that its last product need keep nothing. No
+    name says so: a block does, while it runs."""
 
     @classmethod
     def parse(cls, text: str) -> Activations:

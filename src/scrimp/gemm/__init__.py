@@ -16,7 +16,7 @@ from scrimp.gemm.flop_formulas import register_flop_formulas
 from scrimp.gemm.gated_products import defers, gate_alone, gated_products, gates_run, last_products
 from scrimp.gemm.head import HeadGemms
 from scrimp.gemm.layer import BackendChooser, PlannedLayer, reference_only
-from scrimp.gemm.linear import PlannedLinear, drops_codes, planned_linear, recomputed, run_again_before
+from scrimp.gemm.linear import PlannedLinear, of_made_again, planned_linear, recomputed, run_again_before
 from scrimp.gemm.linear_kinds import has_own_forward, is_linear, is_transposed, linear_modules, weight_matrix
 from scrimp.gemm.observe import Execution, is_running, observing, without_witnesses
 from scrimp.gemm.problem import compute_dtype
@@ -50,7 +50,6 @@ __all__ = [
     "changed_gemms",
     "compute_dtype",
     "defers",
-    "drops_codes",
     "gate_alone",
     "gated_products",
     "gates_run",
@@ -63,6 +62,7 @@ __all__ = [
     "linear_modules",
     "merged",
     "observing",
+    "of_made_again",
     "planned_linear",
     "recomputed",
     "reference_only",

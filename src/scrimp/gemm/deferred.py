@@ -46,7 +46,7 @@ class Deferred:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its numbers."""
+        """The type of its numbers."""
         return self.halves.dtype
 
     @property

@@ -12,17 +12,20 @@ Method   One autograd function has both products, and hands each of them a `Defe
          A back end that cannot make these numbers gets them as a matrix, from a kernel that does the same.
 Compiled Each product is the operator that it is alone (`operators`), so that a graph does not know the plan.
 Limits   On CUDA; planned layers without bias that no hook watches, on whole weights, whose first input only a compiled
-         graph makes again. All else runs product by product (`models.blocks.Mlp`). So does the memory trace, which
-         therefore counts two matrices that are not there.
+         graph makes again. All else runs product by product (`models.blocks.Mlp`). So does the memory trace: it counts
+         two matrices that are not there, and not that what both products saved is held until all gradients are made;
+         its emulation takes more than that.
 Checked  tests/gemm/test_gated_products.py
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -36,7 +39,7 @@ from scrimp.gemm.problem import DTYPE_NAMES, high_precision
 from scrimp.gemm.recompute import Operators, is_handled, only_saves
 from scrimp.gemm.storage import CODES, RECOMPUTED
 from scrimp.gemm.weight_sums import WeightSum, sum_for, sum_of
-from scrimp.precision import saved_bytes
+from scrimp.precision import HIGH_PRECISION, saved_bytes
 from scrimp.precision.saved_inputs import ALIGNMENT
 
 
@@ -44,16 +47,20 @@ def defers(first: nn.Module, second: nn.Module, x: Tensor) -> bool:
     """Whether two layers run as one function of an input."""
     if not all(_is_fit(layer) for layer in (first, second)):
         return False
-    before, after = cast(PlannedLinear, first), cast(PlannedLinear, second)
-    if before.planned.saved_class == RECOMPUTED:
+    layers = [cast(PlannedLayer, one.planned) for one in (first, second)]
+    kinds = [one.saved_class for one in layers]
+    if kinds[0] == RECOMPUTED:
         return False
-    return torch.compiler.is_compiling() or not all(runs_plain(x, one.planned) for one in (before, after))
+    if torch.compiler.is_compiling():
+        # Inputs that are kept as they are say that most likely nothing is quantized, which is all that a graph knows.
+        return any(one not in HIGH_PRECISION for one in kinds)
+    return not any(runs_plain(x, one) for one in layers)
 
 
 def _is_fit(layer: nn.Module) -> bool:
-    is_alone = type(layer).forward is PlannedLinear.forward and layer.bias is None
-    is_whole = not hasattr(layer.weight, "device_mesh")
-    return is_alone and is_whole and not layer._forward_hooks and not layer._forward_pre_hooks
+    if type(layer).forward is not PlannedLinear.forward or layer.bias is not None:
+        return False
+    return not (hasattr(layer.weight, "device_mesh") or layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def gated_products(
@@ -93,7 +100,7 @@ def gated_products(
 
 
 _NO_GRADIENTS = (None,) * 7
-"""Of arguments that are no tensors."""
+"""For arguments that are no tensors."""
 
 
 def last_products() -> Operators:
@@ -131,7 +138,7 @@ class _GatedProducts(torch.autograd.Function):
             y, *kept_out = _forward(gated(halves, gate), weight_out, second, now, compute, kind_out, "")
         elif is_eager and only_saves(second):
             y = x.new_empty(len(x), len(weight_out), dtype=compute)
-            kept_out = [x.new_empty(0), x.new_empty(0, dtype=torch.uint8)]
+            kept_out = [halves.new_empty(0), halves.new_empty(0, dtype=torch.uint8)]
         else:
             y, *kept_out = _forward(halves, weight_out, second, now, compute, kind_out, gate)
         handles = [first.handle, second.handle, *(one.handle for one in totals if one is not None)]
@@ -213,7 +220,7 @@ def _forward(
 
 
 def _num_bytes(layer: PlannedLayer, tokens: int, features: int, kind: str) -> int:
-    """Of the codes alone: no graph has to hold those of any recipe."""
+    """Those of the codes alone: no graph has to hold those of any recipe."""
     if kind != CODES:
         return 0
     return saved_bytes(layer.precision.saved, tokens, features) + 3 * ALIGNMENT
@@ -297,6 +304,23 @@ class _Gate(torch.autograd.Function):
         return gate_gradients(grad, ctx.saved_tensors[0], ctx.gate), None
 
 
+_FUNCTIONS: dict[Gate, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": functools.partial(F.gelu, approximate="tanh"),
+}
+
+
+def _is_right(halves: Tensor, gate: Gate, function: Callable[[Tensor], Tensor]) -> bool:
+    wide = halves.double().requires_grad_()
+    first, second = wide.chunk(2, dim=-1)
+    expected = function(first) * second
+    (gradients,) = torch.autograd.grad(expected.sum(), wide)
+    ones = halves.new_ones(second.shape)
+    found = Deferred(halves, gate).made(), Deferred(halves, gate, ones).made()
+    pairs = zip(found, (expected, gradients), strict=True)
+    return all(torch.allclose(one.double(), other, rtol=1e-5, atol=2e-5) for one, other in pairs)
+
+
 @functools.cache
 def gates_run(device: torch.device) -> bool:
     """Whether the kernels that make a gate's numbers run on a device, and make the right ones."""
@@ -304,13 +328,6 @@ def gates_run(device: torch.device) -> bool:
     def trial() -> bool:
         generator = torch.Generator().manual_seed(0)
         halves = torch.randn(130, 150, generator=generator).to(device)
-        wide = halves.double().requires_grad_()
-        gate, up = wide.chunk(2, dim=-1)
-        expected = torch.nn.functional.silu(gate) * up
-        (gradients,) = torch.autograd.grad(expected.sum(), wide)
-        ones = halves.new_ones(up.shape)
-        found = Deferred(halves, "silu").made(), Deferred(halves, "silu", ones).made()
-        pairs = zip(found, (expected, gradients), strict=True)
-        return all(torch.allclose(a.double(), b, rtol=1e-5, atol=1e-5) for a, b in pairs)
+        return all(_is_right(halves, gate, function) for gate, function in _FUNCTIONS.items())
 
     return has_triton() and may_run("gate", trial)

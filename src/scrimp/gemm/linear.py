@@ -153,9 +153,8 @@ def run_again_before(
         return cast(Tensor, last.B(run_again_before(last.A, function, *inputs, keeps=keeps)))
     planned = getattr(last, "planned", None)
     keeps_codes = planned is not None and planned.saved_class == CODES
-    if torch.compiler.is_compiling() and (not keeps_codes or drops_codes(last)):
-        x = run_again(function, *inputs, last=None, keeps=keeps)
-        return cast(Tensor, last(x, made_again=True) if keeps_codes else last(x))
+    if torch.compiler.is_compiling() and (not keeps_codes or _drops_codes(last)):
+        return of_made_again(last, run_again(function, *inputs, last=None, keeps=keeps))
 
     def both(*again: Tensor) -> Tensor:
         return cast(Tensor, last(function(*again)))
@@ -163,7 +162,14 @@ def run_again_before(
     return run_again(both, *inputs, last=last, keeps=keeps)
 
 
-def drops_codes(layer: nn.Module) -> bool:
+def of_made_again(layer: nn.Module, x: Tensor) -> Tensor:
+    """layer(x), of an input that a compiled graph makes again."""
+    if isinstance(layer, FactoredLinear):
+        return of_made_again(layer.B, layer.A(x))
+    return cast(Tensor, layer(x, made_again=True) if _drops_codes(layer) else layer(x))
+
+
+def _drops_codes(layer: nn.Module) -> bool:
     """Whether a layer can be told that its input is made again."""
     return isinstance(layer, PlannedLinear) and not hasattr(layer.weight, "device_mesh")
 

@@ -39,10 +39,11 @@ from scrimp.gemm import (
     SparseLowRankLinear,
     SummedLinear,
     defers,
-    drops_codes,
     gate_alone,
     gated_products,
+    gates_run,
     last_products,
+    of_made_again,
     recomputed,
     run_again,
     run_again_before,
@@ -51,7 +52,7 @@ from scrimp.models.attention import AttentionLayout, attend, attention_operators
 from scrimp.models.functions import GATES, at_least_float32, rms_norm
 from scrimp.models.spec import AttentionSpec, LinearSpec, full_name
 
-KEEP = Activations()
+KEEP, ENDS_REGION = Activations(), Activations(ends_region=True)
 
 
 @dataclass(frozen=True)
@@ -191,25 +192,14 @@ class Mlp(nn.Module):
         self.gate_up = Linear(width, 2 * inner, bias=False, device=place.device, dtype=place.dtype)
         self.down = Linear(inner, width, bias=False, device=place.device, dtype=place.dtype)
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        norm: RMSNorm | None,
-        activations: Activations = KEEP,
-        *,
-        ends_region: bool = False,
-    ) -> Tensor:
-        """Token by token, of the residual stream.
-
-        Args:
-            ends_region: a compiled graph makes all of it again but for its result.
-        """
+    def forward(self, x_BTD: Tensor, norm: RMSNorm | None, activations: Activations = KEEP) -> Tensor:
+        """Token by token, of the residual stream."""
         gated = partial(gate_alone, gate=self.gate) if self.defers_gate else GATES[self.gate]
         is_again = activations.recomputes("mlp")
         norm_again = activations.recomputes("norms") and not is_again
         may_defer = self.defers_gate and (not norm_again or torch.compiler.is_compiling())
         if may_defer and defers(self.gate_up, self.down, x_BTD):
-            keeps_gated = not (activations.recomputes("swiglu") or ends_region)
+            keeps_gated = not (activations.recomputes("swiglu") or activations.ends_region)
             return self._as_one(x_BTD, norm, is_again, norm_again, keeps_gated)
 
         def gates(x_BTD: Tensor) -> Tensor:
@@ -217,8 +207,8 @@ class Mlp(nn.Module):
 
         if is_again:
             return run_again_before(self.down, gates, x_BTD)
-        if ends_region and drops_codes(self.down):
-            return cast(Tensor, self.down(gates(x_BTD), made_again=True))
+        if activations.ends_region:
+            return of_made_again(self.down, gates(x_BTD))
         gate_up_BTF = _product(self.gate_up, norm, x_BTD, norm_again)
         return recomputed(self.down, gated, gate_up_BTF, always=activations.recomputes("swiglu"))
 
@@ -248,8 +238,10 @@ def _normed(added_BTD: Tensor, norm: RMSNorm | None) -> Tensor:
     return added_BTD if norm is None else cast(Tensor, norm(added_BTD))
 
 
-def defer_gates(model: nn.Module) -> None:
-    """Let products make the numbers of the gates between them, where they run as one function."""
+def defer_gates(model: nn.Module, device: torch.device) -> None:
+    """Let products make the numbers of the gates between them, on a device whose kernels do."""
+    if device.type != "cuda" or not gates_run(device):
+        return
     for module in model.modules():
         if isinstance(module, Mlp):
             module.defers_gate = True
@@ -291,19 +283,11 @@ class Block(nn.Module):
         super().compile(*args, **kwargs)
         self.is_compiled = True
 
-    def add(
-        self,
-        x_BTD: Tensor,
-        attend: Attend,
-        activations: Activations = KEEP,
-        *,
-        ends_region: bool = False,
-    ) -> Tensor:
-        """The residual stream after this block, for attention of any kind; `ends_region` as of `Mlp.forward`."""
+    def add(self, x_BTD: Tensor, attend: Attend, activations: Activations = KEEP) -> Tensor:
+        """The residual stream after this block, for attention of any kind."""
         added = self.attention(x_BTD, self.attention_norm, attend, activations)
         x_BTD = x_BTD + _normed(added, self.attention_output_norm)
-        added = self.mlp(x_BTD, self.mlp_norm, activations, ends_region=ends_region)
-        return x_BTD + _normed(added, self.mlp_output_norm)
+        return x_BTD + _normed(self.mlp(x_BTD, self.mlp_norm, activations), self.mlp_output_norm)
 
     def forward(self, x_BTD: Tensor, layout: AttentionLayout) -> Tensor:
         """The residual stream after this block."""
@@ -311,7 +295,8 @@ class Block(nn.Module):
         if self.activations.recomputes("block"):
             # A norm after the last product reads it: then it is multiplied again.
             is_last = self.mlp_output_norm is None
-            added = partial(added, ends_region=is_last and torch.compiler.is_compiling())
+            ends = is_last and torch.compiler.is_compiling()
+            added = partial(added, activations=ENDS_REGION if ends else KEEP)
             return run_again(added, x_BTD, last=self.mlp.down if is_last else None)
         return added(x_BTD, activations=self.activations)
 

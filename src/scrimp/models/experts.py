@@ -341,14 +341,7 @@ class RoutedBlock(Block):
     routing: Tensor | None = None
     """sums_2E of the last forward pass; whoever takes them puts None here."""
 
-    def add(
-        self,
-        x_BTD: Tensor,
-        attend: Attend,
-        activations: Activations = KEEP,
-        *,
-        ends_region: bool = False,
-    ) -> Tensor:
+    def add(self, x_BTD: Tensor, attend: Attend, activations: Activations = KEEP) -> Tensor:
         """The residual stream after this block, for attention of any kind."""
         return self._added(x_BTD, attend, activations)[0]
 

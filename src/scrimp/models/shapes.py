@@ -229,7 +229,18 @@ class ModelShape:
         up = f"{name}.{GATE_UP if self.gated else UP}"
         outputs = inner * (1 + self.gated)
         return [
-            LinearSpec(up, outputs, D, "made", "mlp", rows, experts, chosen, cut="outputs"),
+            LinearSpec(
+                up,
+                outputs,
+                D,
+                "made",
+                "mlp",
+                rows,
+                experts,
+                chosen,
+                cut="outputs",
+                gate="before" if self.gated else "",
+            ),
             # What experts give is kept until it is summed up by their weights.
             LinearSpec(
                 f"{name}.{DOWN}",
@@ -240,6 +251,7 @@ class ModelShape:
                 experts=experts,
                 chosen=chosen,
                 cut="inputs",
+                gate="after" if self.gated else "",
             ),
         ]
 

@@ -37,7 +37,7 @@ from scrimp.config.activations import Activations
 from scrimp.data import Batch
 from scrimp.gemm import BackendChooser, PlannedLayer, swap_in
 from scrimp.gemm.problem import DTYPES
-from scrimp.models.blocks import Block
+from scrimp.models.blocks import Block, defer_gates
 from scrimp.models.compiled import MOST_GRAPHS, compile_blocks, forget_compiled, is_compiler_error
 from scrimp.models.model import Model, ModelPart, build_model
 from scrimp.objectives import Objective
@@ -155,6 +155,8 @@ class _Bench:
             changed = {name: one for name, one in zip(names, formats, strict=True) if one != plain}
             if changed:
                 swap_in(block, changed, choose=choose)
+        if any(one != plain for formats in timed.classes for one in formats):
+            defer_gates(model, self.device)
         if timed.head != plain:
             model.planned_head = PlannedLayer("head", timed.head, choose=choose)
         return model

@@ -27,7 +27,6 @@ from scrimp.gemm import (
     PlannedLayer,
     PlannedModel,
     backends_for,
-    gates_run,
     swap_in,
 )
 from scrimp.gemm.convert import split_products
@@ -298,8 +297,7 @@ def realise(
     planned = None
     if replans or quantizes(plan, compute):
         planned = plan_layers(model, plan, choose or backends_for(device), seed, mesh)
-        if device.type == "cuda" and gates_run(device):
-            defer_gates(model)
+        defer_gates(model, device)
         gather_codes(model, mesh)
     host = None if room is None else carry_out(plan.placement, model, room)
     stages = None if pipeline is None else Stages(model, pipeline, mesh)

@@ -25,7 +25,6 @@ from scrimp.gemm.kernels.launch import (
     TILE,
     WARPS_STOCHASTIC,
     cdiv,
-    check_devices,
     check_source,
     run,
     source_of,
@@ -106,7 +105,6 @@ def gate_matrix(x: Deferred) -> Tensor:
         DeviceError: not on a CUDA device.
     """
     check_source("x", x)
-    check_devices(halves=x.halves, grad=x.grad)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         first, halves, gate = source_of(x)

@@ -209,6 +209,7 @@ def check_source(name: str, x: Matrix) -> None:
         check_matrix(name, x)
         return
     check_matrix(f"{name}.halves", x.halves)
+    check_devices(halves=x.halves, grad=x.grad)
     if x.grad is None:
         return
     check_matrix(f"{name}.grad", x.grad)

@@ -106,7 +106,7 @@ def largest_magnitudes(x: Matrix, by_row: bool | None, by_column: bool | None) -
     """
     check_source("x", x)
     first, halves, gate = source_of(x)
-    check_devices(x=first, halves=halves)
+    check_devices(x=first)
     wanted = [one for one in (by_row, by_column) if one is not None]
     if not x.numel():
         return torch.zeros(len(wanted), device=x.device)

@@ -218,7 +218,7 @@ def quantize_tiles(
     check_source("x", x)
     check_choice(by_row, by_column, noise, noise_column)
     first, halves, gate = source_of(x)
-    check_devices(x=first, halves=halves)
+    check_devices(x=first)
     _check(element, any(packed), fallback, by_row and noise is None)
     num_rows, num_columns = x.shape
     rest = empty_rest(num_rows, num_columns, element, x.device) if fallback else None

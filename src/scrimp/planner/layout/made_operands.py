@@ -13,7 +13,8 @@ Method   Figures of a program's file, counted by `scrimp.profiler.counted_format
 
 Limits   Inputs that are made again count in the precision of the whole step, whatever formats single products have. A
          gate is taken to have no pass where fprop, or dgrad, is quantized: where wgrad then is not, it has one. Of
-         layers whose weights ranks of tp share, or that are factors or have adapters, gates are passes.
+         layers whose weights ranks of tp share, or that are factors or have adapters, gates are passes. That they
+         are in eager blocks that make norms again, and with schedules that part backward, is left out.
 Checked  tests/planner/layout/test_made_operands.py, tests/profiler/test_counted_formats.py
 """
 
@@ -21,12 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from scrimp.config.activations import GATED
+from scrimp.config.activations import GATED, HEADS
 from scrimp.models import BlockSpec, LinearSpec
 from scrimp.planner.layout.kernels import kind_of
 from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.software import Readings
-from scrimp.precision import HIGH_PRECISION
+from scrimp.precision import HIGH_PRECISION, is_router
 
 GATE_BYTES = (6.0, 10.0)
 """Forward for each number of a gate's result: it, gate and up; backward also the gradients of all three."""
@@ -73,13 +74,20 @@ def again_bytes(block: BlockSpec, setting: Setting, levels: Collection[str]) -> 
 def inputs_again(block: BlockSpec, levels: Collection[str]) -> list[LinearSpec]:
     """Layers whose inputs these levels make again, and that are not multiplied again themselves."""
     return [
-        linear for linear in block.linears if _level_of_input(linear) in levels and linear.again not in levels
+        linear
+        for linear in block.linears
+        if _level_of_input(linear) in levels and linear.again not in levels and not _is_routed(linear)
     ]
+
+
+def _is_routed(linear: LinearSpec) -> bool:
+    """Routers, and experts: their inputs wait, or are made again with their products."""
+    return linear.experts > 1 or is_router(linear.name)
 
 
 def _level_of_input(linear: LinearSpec) -> str:
     if linear.origin != "made":
-        return "attention"
+        return HEADS if linear.origin == "kept" else "block"  # what attention gives, or the stream
     return GATED if linear.gate == "after" else "norms"
 
 

@@ -46,9 +46,9 @@ class Readings:
     inputs: float
     """Readings of one whose codes wait."""
     dgrad: float
-    """Of gradients, for dgrad, and for wgrad where one kernel quantizes both ways."""
+    """Readings of gradients for dgrad, and for wgrad where one kernel quantizes both ways."""
     wgrad: float
-    """For wgrad besides."""
+    """Those for wgrad besides."""
 
 
 @dataclass(frozen=True, kw_only=True)
