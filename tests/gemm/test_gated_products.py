@@ -205,7 +205,7 @@ def small(architecture: Architecture, precision: LinearPrecision) -> Model:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("level", LEVELS[1:])
-@pytest.mark.every(7)
+@pytest.mark.every(14)
 def test_blocks_that_make_activations_again(level: str, compiled: bool) -> None:
     """The numbers of those that keep all, and no product that is not read: gate and up are read by the gate alone."""
     found, products = [], []
@@ -230,6 +230,7 @@ def test_blocks_that_make_activations_again(level: str, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("level", ["mlp", "attention"])
+@pytest.mark.every(2)
 def test_a_stream_that_is_read_in_its_own_type(level: str) -> None:
     """OLMo 2 has no norm before its MLP, which under autocast reads float32."""
     found = []

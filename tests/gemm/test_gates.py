@@ -103,7 +103,7 @@ QUANTIZERS: dict[str, Quantizer] = {
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 def test_quantizers_make_the_codes_of_the_whole_matrix(
     quantizer: str, dtype: torch.dtype, gate: Gate
 ) -> None:
