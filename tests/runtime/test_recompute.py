@@ -229,7 +229,7 @@ def test_names_of_choices() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "nvfp4"])
+@pytest.mark.parametrize("precision", ["fp32", "nvfp4", "fp8,*.mlp.down.saved=recompute"])
 def test_compiled_blocks_recompute_too(precision: str) -> None:
     _, kept = realised(precision, "fp32", UNTIED)
     expected: tuple[Tensor, dict[str, Tensor]] | None = None
