@@ -12,9 +12,9 @@ Method   One autograd function has both products, and hands each of them a `Defe
          A back end that cannot make these numbers gets them as a matrix, from a kernel that does the same.
 Compiled Each product is the operator that it is alone (`operators`), so that a graph does not know the plan.
 Limits   On CUDA; planned layers without bias that no hook watches, on whole weights, whose first input only a compiled
-         graph makes again. All else runs product by product (`models.blocks.Mlp`). So does the memory trace: it counts
-         two matrices that are not there, and not that what both products saved is held until all gradients are made;
-         its emulation takes more than that.
+         graph makes again; in a graph, layers of which one keeps codes. All else runs product by product
+         (`models.blocks.Mlp`). So does the memory trace: it counts two matrices that are not there, and not that what
+         both products saved is held until all gradients are made; its emulation takes more than that.
 Checked  tests/gemm/test_gated_products.py
 """
 
@@ -58,9 +58,11 @@ def defers(first: nn.Module, second: nn.Module, x: Tensor) -> bool:
 
 
 def _is_fit(layer: nn.Module) -> bool:
-    if type(layer).forward is not PlannedLinear.forward or layer.bias is not None:
+    is_own = type(layer).forward is PlannedLinear.forward and "forward" not in vars(layer)
+    if not is_own or layer.bias is not None or hasattr(layer.weight, "device_mesh"):
         return False
-    return not (hasattr(layer.weight, "device_mesh") or layer._forward_hooks or layer._forward_pre_hooks)
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    return not any(hooks)
 
 
 def gated_products(

@@ -163,7 +163,7 @@ def run_again_before(
 
 
 def of_made_again(layer: nn.Module, x: Tensor) -> Tensor:
-    """layer(x), of an input that a compiled graph makes again."""
+    """layer(x), where a compiled graph makes x again."""
     if isinstance(layer, FactoredLinear):
         return of_made_again(layer.B, layer.A(x))
     return cast(Tensor, layer(x, made_again=True) if _drops_codes(layer) else layer(x))
@@ -171,7 +171,8 @@ def of_made_again(layer: nn.Module, x: Tensor) -> Tensor:
 
 def _drops_codes(layer: nn.Module) -> bool:
     """Whether a layer can be told that its input is made again."""
-    return isinstance(layer, PlannedLinear) and not hasattr(layer.weight, "device_mesh")
+    is_own = isinstance(layer, PlannedLinear) and "forward" not in vars(layer)
+    return is_own and not hasattr(layer.weight, "device_mesh")
 
 
 def recomputed(

@@ -239,7 +239,7 @@ class ModelShape:
                 experts,
                 chosen,
                 cut="outputs",
-                gate="before" if self.gated else "",
+                gate="before" if self.gated and not self.biases else "",
             ),
             # What experts give is kept until it is summed up by their weights.
             LinearSpec(
@@ -251,7 +251,7 @@ class ModelShape:
                 experts=experts,
                 chosen=chosen,
                 cut="inputs",
-                gate="after" if self.gated else "",
+                gate="after" if self.gated and not self.biases else "",
             ),
         ]
 

@@ -150,12 +150,11 @@ class _Bench:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0.0, _STANDARD_DEVIATION, generator=self.generator)
-        for number, block, formats in zip(timed.blocks, model.blocks, timed.classes, strict=True):
-            names = [linear.name for linear in model.spec.blocks[number].linears]
-            changed = {name: one for name, one in zip(names, formats, strict=True) if one != plain}
-            if changed:
-                swap_in(block, changed, choose=choose)
+        # Training plans all layers, or none.
         if any(one != plain for formats in timed.classes for one in formats):
+            for number, block, formats in zip(timed.blocks, model.blocks, timed.classes, strict=True):
+                names = [linear.name for linear in model.spec.blocks[number].linears]
+                swap_in(block, dict(zip(names, formats, strict=True)), choose=choose)
             defer_gates(model, self.device)
         if timed.head != plain:
             model.planned_head = PlannedLayer("head", timed.head, choose=choose)

@@ -14,7 +14,8 @@ Method   Figures of a program's file, counted by `scrimp.profiler.counted_format
 Limits   Inputs that are made again count in the precision of the whole step, whatever formats single products have. A
          gate is taken to have no pass where fprop, or dgrad, is quantized: where wgrad then is not, it has one. Of
          layers whose weights ranks of tp share, or that are factors or have adapters, gates are passes. That they
-         are in eager blocks that make norms again, and with schedules that part backward, is left out.
+         are in eager blocks that make norms again, with schedules that part backward, and in compiled blocks whose
+         wgrad is in high precision, is left out.
 Checked  tests/planner/layout/test_made_operands.py, tests/profiler/test_counted_formats.py
 """
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from scrimp.config.activations import GATED, HEADS
+from scrimp.config.activations import GATED
 from scrimp.models import BlockSpec, LinearSpec
 from scrimp.planner.layout.kernels import kind_of
 from scrimp.planner.layout.setting import Setting
@@ -45,9 +46,13 @@ def layer_operands(
 ) -> tuple[float, float, float, float] | None:
     """The same of a layer in a block, less what a gate beside it does not move."""
     found, readings = made_operands(gemm, recipe, setting), _readings(recipe, setting)
-    if found is None or readings is None or not _defers(linear, setting):
+    if found is None or readings is None:
         return found
     launches, x, y, w = found
+    if linear.origin == "kept" and gemm == "wgrad":
+        x += readings.again_bytes  # what attention gives waits in bf16
+    if not _defers(linear, setting):
+        return launches, x, y, w
     if linear.gate == "after" and gemm == "fprop":
         x += 2.0 * readings.inputs - GATE_BYTES[0]
     elif linear.gate == "before" and gemm == "dgrad":
@@ -81,13 +86,13 @@ def inputs_again(block: BlockSpec, levels: Collection[str]) -> list[LinearSpec]:
 
 
 def _is_routed(linear: LinearSpec) -> bool:
-    """Routers, and experts: their inputs wait, or are made again with their products."""
-    return linear.experts > 1 or is_router(linear.name)
+    """Routers, and experts before a gate: their inputs wait, or are made again with their products."""
+    return is_router(linear.name) or (linear.experts > 1 and linear.gate != "after")
 
 
 def _level_of_input(linear: LinearSpec) -> str:
     if linear.origin != "made":
-        return HEADS if linear.origin == "kept" else "block"  # what attention gives, or the stream
+        return "block"
     return GATED if linear.gate == "after" else "norms"
 
 
