@@ -33,12 +33,12 @@ from scrimp.gemm import operators
 from scrimp.gemm.backends.operands import has_triton
 from scrimp.gemm.deferred import Deferred, Gate
 from scrimp.gemm.kernels.launch import may_run
-from scrimp.gemm.layer import PlannedLayer, layer_of
+from scrimp.gemm.layer import PlannedLayer
 from scrimp.gemm.linear import PlannedLinear, checked_compute, runs_plain
 from scrimp.gemm.problem import DTYPE_NAMES, high_precision
 from scrimp.gemm.recompute import Operators, is_handled, only_saves
 from scrimp.gemm.storage import CODES, RECOMPUTED
-from scrimp.gemm.weight_sums import WeightSum, sum_for, sum_of
+from scrimp.gemm.weight_sums import WeightSum, sum_for
 from scrimp.precision import HIGH_PRECISION, saved_bytes
 from scrimp.precision.saved_inputs import ALIGNMENT
 
@@ -160,7 +160,8 @@ class _GatedProducts(torch.autograd.Function):
         total_in, total_out = (sums.pop(0) if has_sum else None for has_sum in ctx.sums)
         needs_x, needs_in, needs_out = ctx.needs_input_grad[:3]
         needs_gated, gate = needs_x or needs_in, ctx.gate
-        grad_h, grad_out = _backward(
+        run = operators.planned_backward if torch.compiler.is_compiling() else operators.gradients
+        grad_h, grad_out = run(
             g,
             gated_x if ctx.is_gated_kept else halves,
             packed_out,
@@ -175,7 +176,7 @@ class _GatedProducts(torch.autograd.Function):
         )
         if not needs_gated:
             return None, None, grad_out if total_out is None else None, *_NO_GRADIENTS
-        grad_x, grad_in = _backward(
+        grad_x, grad_in = run(
             grad_h,
             x,
             packed_in,
@@ -226,42 +227,6 @@ def _num_bytes(layer: PlannedLayer, tokens: int, features: int, kind: str) -> in
     if kind != CODES:
         return 0
     return saved_bytes(layer.precision.saved, tokens, features) + 3 * ALIGNMENT
-
-
-def _backward(
-    g: Tensor,
-    x: Tensor,
-    packed: Tensor,
-    weight: Tensor,
-    handle: Tensor,
-    now: Tensor,
-    compute: torch.dtype,
-    needs_x: bool,
-    needs_weight: bool,
-    total: Tensor | None,
-    gate: str,
-    halves: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    if torch.compiler.is_compiling():
-        found = operators.planned_backward(
-            g, x, packed, weight, handle, now, compute, needs_x, needs_weight, total, gate, halves
-        )
-        return cast(tuple[Tensor, Tensor], found)
-    step, first_row = now.tolist()
-    return operators.run_backward(
-        g.contiguous(),
-        x,
-        packed,
-        weight,
-        layer_of(handle),
-        (step, first_row),
-        compute,
-        needs_x=needs_x,
-        needs_weight=needs_weight,
-        total=None if total is None else sum_of(total),
-        gate=gate,
-        halves=halves,
-    )
 
 
 @torch.library.custom_op("scrimp::gated", mutates_args=())

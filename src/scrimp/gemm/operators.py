@@ -138,8 +138,7 @@ def _room(x: Tensor, weight: Tensor, kind: str) -> Tensor:
     return x.new_empty(num_bytes, dtype=torch.uint8)
 
 
-@torch.library.custom_op("scrimp::planned_backward", mutates_args=())
-def planned_backward(
+def gradients(
     g: Tensor,
     x: Tensor,
     packed: Tensor,
@@ -169,6 +168,9 @@ def planned_backward(
         gate=gate,
         halves=halves,
     )
+
+
+planned_backward = torch.library.custom_op("scrimp::planned_backward", gradients, mutates_args=())
 
 
 @planned_backward.register_fake

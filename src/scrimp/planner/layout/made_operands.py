@@ -44,7 +44,7 @@ def made_operands(gemm: str, recipe: str, setting: Setting) -> tuple[float, floa
 def layer_operands(
     linear: LinearSpec, gemm: str, recipe: str, setting: Setting
 ) -> tuple[float, float, float, float] | None:
-    """The same of a layer in a block, less what a gate beside it does not move."""
+    """The same of a layer in a block: less what a gate beside it does not move, more where its input waits in bf16."""
     found, readings = made_operands(gemm, recipe, setting), _readings(recipe, setting)
     if found is None or readings is None:
         return found
