@@ -14,14 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scrimp.formats import Noise
+from scrimp.formats import Noise, scales
 from scrimp.gemm.backends import BACKENDS, ReferenceBackend, block_sums
 from scrimp.gemm.backends.reference import ReferenceOperand
 from scrimp.gemm.problem import AXES, Use
 from scrimp.gemm.select import BackendSelection
-from scrimp.precision import RECIPES, Operand
+from scrimp.precision import RECIPES, Operand, lookup_element, lookup_scaling
 
 pytest.importorskip("numba", reason="an extra of its own: pip install scrimp[numba]")
+from scrimp.gemm import cpu_passes
+
 NUMBA, REFERENCE = BACKENDS["numba"], BACKENDS["reference"]
 CPU = torch.device("cpu")
 OPERANDS = sorted(
@@ -96,6 +98,27 @@ def test_values_and_codes_are_the_references(
     assert same(ours.scales, theirs.scales)
     assert same(ours.tensor_scale, theirs.tensor_scale)
     assert_same_operand(NUMBA.load(ours), REFERENCE.load(theirs))
+
+
+@pytest.mark.parametrize("no_clip", [False, True])
+@pytest.mark.parametrize(
+    ("scaling", "element"), [("tile", "e4m3"), ("mx", "e2m1"), ("mx", "e5m2"), ("nvfp4", "e2m1")]
+)
+def test_scales_are_the_rules_for_any_magnitude(scaling: str, element: str, no_clip: bool) -> None:
+    """Random bits of 131,072 magnitudes, subnormal, infinite and NaN ones among them."""
+    generator = torch.Generator().manual_seed(9)
+    amax = torch.randint(0, 0x7FC00001, (256, 512), dtype=torch.int32, generator=generator).view(
+        torch.float32
+    )
+    amax[:2, :4] = torch.tensor([0.0, 1e-45, torch.inf, torch.nan])
+    kind, entry = lookup_scaling(scaling), lookup_element(element)
+    for tensor_scale in [3.7e-3, 2.0**-126, 1e-33, 1e33] if kind.has_tensor_scale else [None]:
+        whole = None if tensor_scale is None else torch.tensor(tensor_scale)
+        lift = 1.0 if whole is None else scales.lift_of(whole).item()
+        ours = cpu_passes.scales_of(amax, kind, entry, whole, lift=lift, no_clip=no_clip)
+        theirs = scales.scales_of(amax, kind, entry, whole, no_clip=no_clip)
+        for name in ("stored", "decode", "encode"):
+            assert same(getattr(ours, name), getattr(theirs, name)), name
 
 
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])

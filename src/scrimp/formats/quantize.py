@@ -391,8 +391,10 @@ def _prepare(
 
 def rotated_whole(x: Tensor, axis: int) -> Tensor:
     """Numbers in float32, padded to a multiple of 16 along an axis (-1 or -2) and rotated."""
-    pad = -x.shape[axis] % HADAMARD_SIZE
-    return rotate(F.pad(x.to(torch.float32), (0, pad) if axis == -1 else (0, 0, 0, pad)), axis)
+    pad, wide = -x.shape[axis] % HADAMARD_SIZE, x.to(torch.float32)
+    if pad:  # by nothing, F.pad copies all the same
+        wide = F.pad(wide, (0, pad) if axis == -1 else (0, 0, 0, pad))
+    return rotate(wide, axis)
 
 
 def _tensor_scale(

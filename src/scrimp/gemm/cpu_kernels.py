@@ -2,8 +2,8 @@
 
 Problem  An emulated format divides, rounds and multiplies every number of every operand. As torch's operators these
          are a dozen passes over a piece in cache, and several times the product itself.
-Method   Two passes over memory. The first finds the largest magnitude of each group; scales are then made by
-         `scrimp.formats.scales`, of numbers that are few. The second does the rest in registers::
+Method   Two passes over memory. The first finds the largest magnitude of each group; of these, which are few, scales
+         are made by the rules of `scrimp.formats.scales`. The second does the rest in registers::
 
              x, scale -> divide, clamp, round (rounding.py), noise (noise.py) -> values, or codes
 
@@ -31,11 +31,15 @@ from numba.extending import overload
 from scrimp.errors import StorageError
 from scrimp.files import make_folder, user_cache
 from scrimp.formats.noise import MULTIPLIERS, UNIT
+from scrimp.formats.scales import E4M3_MAX, SMALLEST_NORMAL
 
-_EXPONENT, _MAGNITUDE = np.int32(0x7F800000), np.int32(0x7FFFFFFF)
+_EXPONENT, _MAGNITUDE, _MANTISSA = np.int32(0x7F800000), np.int32(0x7FFFFFFF), np.int32(0x007FFFFF)
 _FIRST, _SECOND = (np.int32(number) for number in MULTIPLIERS)
 _UNIT, _HALF, _OWN_BITS = np.float32(UNIT), np.float32(0.5), np.float32(2.0**23)
-_BF16_NAN = np.int32(0x7FC0)
+_BF16_NAN, _INVERSE = np.int32(0x7FC0), np.int32(254 << 23)
+_ONE, _NAN, _SMALLEST_NORMAL = np.float32(1.0), np.float32(np.nan), np.float32(SMALLEST_NORMAL)
+_E2M1_MAX, _E4M3_MAX = np.float32(6.0), np.float32(E4M3_MAX)
+_E4M3_NORMAL, _E4M3_UNIT, _E4M3_SMALL = (np.float32(number) for number in (2.0**-6, 1.5 * 2.0**20, 2.0**9))
 
 
 def _cache_folder() -> Path | None:
@@ -68,6 +72,12 @@ def _bits(v: Any) -> Any:
 def _float(bits: Any) -> Any:
     """The float32 of some bits."""
     return np.int32(bits).view(np.float32)
+
+
+@_compiled()
+def _is_finite(v: Any) -> Any:
+    """No infinity, no NaN."""
+    return np.int32(_bits(v) & _EXPONENT) != _EXPONENT
 
 
 def _wide(bits: Any) -> Any:
@@ -132,8 +142,10 @@ def _rounded_by_noise(v: Any, most: Any, least: Any, unit: Any, u: Any) -> Any:
     power = np.float32(abs(v))
     power = least if power < least else power
     step, bits_of_noise = _float(_bits(power) & _EXPONENT) * unit, _OWN_BITS * unit
-    u = np.float32(np.floor(u * bits_of_noise)) / bits_of_noise
-    v = np.float32(np.floor(v / step + u)) * step
+    # Powers of two: a product with the inverse, whose exponent is the negative, is the quotient.
+    inverse = _float(_INVERSE - _bits(step))
+    u = np.float32(np.floor(u * bits_of_noise)) * (_ONE / bits_of_noise)
+    v = np.float32(np.floor(v * inverse + u)) * step
     v = most if v > most else v
     return -most if v < -most else v
 
@@ -162,31 +174,132 @@ def largest_in_columns(x: Any, first: int, last: int, r: int, out: Any) -> None:
 
 
 @_compiled()
-def _spread(scales: Any, c: int, row: Any) -> None:
-    """A scale for every number of a row."""
-    if c == 1:
-        row[:] = scales
-        return
-    for group in range(scales.shape[0]):
-        # A slice begins at 0: an index that might be negative would keep the loop from vector units.
-        own, scale = row[group * c : group * c + c], scales[group]
+def fp32_scales(amax: Any, first: int, last: int, largest: Any, out: Any) -> None:
+    """As `scales.fp32_scales`; `largest` is the element's."""
+    for i in range(first, last):
+        own, found = amax[i], out[i]
         for j in range(own.shape[0]):
-            own[j] = scale
+            most = own[j]
+            scale = most / largest
+            scale = _SMALLEST_NORMAL if scale < _SMALLEST_NORMAL else scale
+            scale = _ONE if most == 0 else scale
+            found[j] = scale if _is_finite(most) else _NAN
 
 
 @_compiled()
-def _round_row(x: Any, i: int, by: Any, rule: Any, hash_of_row: Any, hashes: Any, row: Any) -> None:
-    """One row of x over its scales, rounded."""
+def e8m0_scales(
+    amax: Any, first: int, last: int, largest: Any, top: Any, no_clip: bool, results: Any
+) -> None:
+    """As `scales.e8m0_scales`; `top` is the element's largest exponent."""
+    exponents, decode, encode = results
+    for i in range(first, last):
+        own = amax[i]
+        for j in range(own.shape[0]):
+            bits = _bits(own[j] / largest if no_clip else own[j])
+            biased = (bits >> 23) + np.int32(bits & _MANTISSA != 0) if no_clip else (bits >> 23) - top
+            biased = min(max(np.int32(biased), np.int32(0)), np.int32(254))
+            value = _float(np.int32(1 << 22)) if biased == 0 else _float(np.int32(biased << 23))
+            is_finite = _is_finite(own[j])
+            value = value if is_finite else _NAN
+            exponents[i, j], decode[i, j] = np.uint8(biased if is_finite else 255), value
+            encode[i, j] = _ONE / value
+
+
+@_compiled()
+def e4m3_scales(
+    amax: Any, first: int, last: int, tensor_scale: Any, reciprocal: Any, no_clip: bool, results: Any
+) -> None:
+    """As `scales.e4m3_scales`; `reciprocal` is 1 / the lifted scale of the tensor."""
+    codes, decode, encode = results
+    for i in range(first, last):
+        own = amax[i]
+        for j in range(own.shape[0]):
+            wanted = (own[j] / _E2M1_MAX) / tensor_scale
+            wanted = _E4M3_MAX if wanted > _E4M3_MAX else wanted
+            value = _rounded(wanted, _E4M3_MAX, _E4M3_NORMAL, _E4M3_UNIT)
+            code = np.int32(_bits(value) >> 20) - np.int32(120 << 3)
+            code = code if value >= _E4M3_NORMAL else np.int32(value * _E4M3_SMALL)
+            code += np.int32(no_clip and value < wanted)  # the next code up is the next value up
+            value = _float(np.int32(code + np.int32(120 << 3)) << 20)
+            value = value if code >= 8 else np.float32(code) / _E4M3_SMALL
+            is_number = wanted == wanted
+            value = value if is_number else _NAN
+            codes[i, j], decode[i, j] = np.uint8(code if is_number else 127), value
+            encode[i, j] = np.float32(0.0) if value == 0 else reciprocal / value
+
+
+def _at(scales: Any, j: Any) -> Any:
+    """One number's scale: that of its place, or the one that all of a piece share."""
+    raise NotImplementedError
+
+
+@overload(_at, inline="always")
+def _at_of(scales: Any, j: Any) -> Any:
+    def own(scales: Any, j: Any) -> Any:
+        return scales[j]
+
+    def shared(scales: Any, j: Any) -> Any:
+        return scales
+
+    return own if isinstance(scales, types.Array) else shared
+
+
+def _row(matrix: Any, i: Any) -> Any:
+    """A row; None of None."""
+    raise NotImplementedError
+
+
+@overload(_row, inline="always")
+def _row_of(matrix: Any, i: Any) -> Any:
+    def found(matrix: Any, i: Any) -> Any:
+        return matrix[i]
+
+    def nothing(matrix: Any, i: Any) -> Any:
+        return None
+
+    return nothing if isinstance(matrix, types.NoneType) else found
+
+
+def _part(row: Any, begin: Any, end: Any) -> Any:
+    """A part of a row; None of None."""
+    raise NotImplementedError
+
+
+@overload(_part, inline="always")
+def _part_of(row: Any, begin: Any, end: Any) -> Any:
+    def found(row: Any, begin: Any, end: Any) -> Any:
+        return row[begin:end]
+
+    def nothing(row: Any, begin: Any, end: Any) -> Any:
+        return None
+
+    return nothing if isinstance(row, types.NoneType) else found
+
+
+def _times(v: Any, scales: Any, j: Any) -> Any:
+    """A number times its scale; of None itself."""
+    raise NotImplementedError
+
+
+@overload(_times, inline="always")
+def _times_of(v: Any, scales: Any, j: Any) -> Any:
+    def scaled(v: Any, scales: Any, j: Any) -> Any:
+        return v * _at(scales, j)
+
+    def same(v: Any, scales: Any, j: Any) -> Any:
+        return v
+
+    return same if isinstance(scales, types.NoneType) else scaled
+
+
+@_compiled()
+def _quantized(v: Any, by: Any, rule: Any, hash_of_row: Any, hashes: Any, j: int) -> Any:
+    """A number over its scale, rounded."""
     is_divided, lift, most, least, unit = rule
-    for j in range(row.shape[0]):
-        v = _wide(x[i, j])
-        row[j] = v / by[j] if is_divided else (v * lift) * by[j]
+    v = v / by if is_divided else (v * lift) * by
     if hashes is None:
-        for j in range(row.shape[0]):
-            row[j] = _rounded(row[j], most, least, unit)
-    else:
-        for j in range(row.shape[0]):
-            row[j] = _rounded_by_noise(row[j], most, least, unit, _uniform(hash_of_row[i], hashes[j]))
+        return _rounded(v, most, least, unit)
+    return _rounded_by_noise(v, most, least, unit, _uniform(hash_of_row, hashes[j]))
 
 
 @_compiled()
@@ -202,24 +315,34 @@ def to_values(
     out: Any,
 ) -> None:
     """Rounded numbers times their scales (no scales: None), in the type of `out`."""
-    (r, c), (hash_of_row, hashes), columns, last_group = groups, noise, x.shape[1], -1
-    row, by, back = (
-        np.empty(columns, np.float32),
-        np.empty(columns, np.float32),
-        np.empty(columns, np.float32),
-    )
+    (r, c), (hashes_of_rows, hashes) = groups, noise
     for i in range(first, last):
-        if i // r != last_group:
-            last_group = i // r
-            _spread(encode[last_group], c, by)
-            if decode is not None:
-                _spread(decode[last_group], c, back)
-        _round_row(x, i, by, rule, hash_of_row, hashes, row)
-        if decode is not None:
-            for j in range(columns):
-                row[j] *= back[j]
-        for j in range(columns):
-            out[i, j] = _narrow(row[j], out)
+        hash_of_row, by, back = _row(hashes_of_rows, i), encode[i // r], _row(decode, i // r)
+        if c == 1:
+            own, found = x[i], out[i]
+            for j in range(own.shape[0]):
+                v = _quantized(_wide(own[j]), by[j], rule, hash_of_row, hashes, j)
+                found[j] = _narrow(_times(v, back, j), found)
+            continue
+        for group in range(by.shape[0]):
+            begin, end, scale = group * c, group * c + c, _row(back, group)
+            own, found, noise_of = x[i, begin:end], out[i, begin:end], _part(hashes, begin, end)
+            for j in range(own.shape[0]):
+                v = _quantized(_wide(own[j]), by[group], rule, hash_of_row, noise_of, j)
+                found[j] = _narrow(_times(v, scale, j), found)
+
+
+@_compiled()
+def _code_of(v: Any, code: Any) -> Any:
+    """The byte that stands for a rounded number."""
+    lowest, subnormal, shift, flip, negative, nan = code
+    bits = np.int32(_bits(v) & _MAGNITUDE)
+    found = np.int32(np.int32(bits >> shift) - lowest)
+    small = np.int32(_float(bits) * subnormal)
+    found = found if found >= np.int32(1 << (23 - shift)) else small
+    found = nan if bits > _EXPONENT else found
+    sign = np.int32(_bits(v) >> 31)  # -1 below zero
+    return np.uint8(np.int32(found ^ np.int32(sign & flip)) + np.int32(sign & negative))
 
 
 @_compiled()
@@ -227,67 +350,61 @@ def to_codes(
     x: Any, first: int, last: int, groups: Any, encode: Any, rule: Any, noise: Any, code: Any, out: Any
 ) -> None:
     """Codes of rounded numbers, one a byte."""
-    (r, c), (hash_of_row, hashes), columns, last_group = groups, noise, x.shape[1], -1
-    lowest, subnormal, shift, flip, negative, nan = code
-    row, by = np.empty(columns, np.float32), np.empty(columns, np.float32)
-    normal = np.int32(1 << (23 - shift))
+    (r, c), (hashes_of_rows, hashes) = groups, noise
     for i in range(first, last):
-        if i // r != last_group:
-            last_group = i // r
-            _spread(encode[last_group], c, by)
-        _round_row(x, i, by, rule, hash_of_row, hashes, row)
-        own = out[i]
-        for j in range(columns):
-            bits = np.int32(_bits(row[j]) & _MAGNITUDE)
-            code = np.int32(np.int32(bits >> shift) - lowest)
-            small = np.int32(_float(bits) * subnormal)
-            code = code if code >= normal else small
-            code = nan if bits > _EXPONENT else code
-            sign = np.int32(_bits(row[j]) >> 31)  # -1 below zero
-            own[j] = np.uint8(np.int32(code ^ np.int32(sign & flip)) + np.int32(sign & negative))
+        hash_of_row, by = _row(hashes_of_rows, i), encode[i // r]
+        if c == 1:
+            own, found = x[i], out[i]
+            for j in range(own.shape[0]):
+                found[j] = _code_of(_quantized(_wide(own[j]), by[j], rule, hash_of_row, hashes, j), code)
+            continue
+        for group in range(by.shape[0]):
+            begin, end = group * c, group * c + c
+            own, found, noise_of = x[i, begin:end], out[i, begin:end], _part(hashes, begin, end)
+            for j in range(own.shape[0]):
+                v = _quantized(_wide(own[j]), by[group], rule, hash_of_row, noise_of, j)
+                found[j] = _code_of(v, code)
 
 
 @_compiled()
-def _finish_row(row: Any, back: Any, scales: Any, out: Any) -> None:
-    """A row of values times its scales (no scales: None), in the type of `out`."""
-    if scales is not None:
+def _finish_row(row: Any, scales: Any, c: int, out: Any) -> None:
+    """Values times the scales of groups of c (None: there are none), in the type of `out`."""
+    if scales is None or c == 1:
         for j in range(row.shape[0]):
-            row[j] *= back[j]
-    for j in range(row.shape[0]):
-        out[j] = _narrow(row[j], out)
+            out[j] = _narrow(_times(row[j], scales, j), out)
+        return
+    for group in range(scales.shape[0]):
+        begin, end = group * c, group * c + c
+        own, found, scale = row[begin:end], out[begin:end], scales[group]
+        for j in range(own.shape[0]):
+            found[j] = _narrow(own[j] * scale, found)
 
 
 @_compiled()
 def from_codes(codes: Any, first: int, last: int, groups: Any, table: Any, scales: Any, out: Any) -> None:
     """Values of codes of a byte, times their scales (no scales: None)."""
-    (r, c), columns, last_group = groups, out.shape[1], -1
-    back, row = np.empty(columns, np.float32), np.empty(columns, np.float32)
+    (r, c), columns = groups, out.shape[1]
+    row = np.empty(columns, np.float32)
     for i in range(first, last):
-        if scales is not None and i // r != last_group:
-            last_group = i // r
-            _spread(scales[last_group], c, back)
-        own, found = codes[i], out[i]
+        own = codes[i]
         for j in range(columns):
             row[j] = table[own[j]]
-        _finish_row(row, back, scales, found)
+        _finish_row(row, _row(scales, i // r), c, out[i])
 
 
 @_compiled()
 def from_pairs(codes: Any, first: int, last: int, groups: Any, table: Any, scales: Any, out: Any) -> None:
     """The same for two codes in a byte; `table` has 16 entries."""
-    (r, c), columns, last_group = groups, out.shape[1], -1
-    back, row = np.empty(columns, np.float32), np.empty(columns, np.float32)
+    (r, c), columns = groups, out.shape[1]
+    row = np.empty(columns, np.float32)
     for i in range(first, last):
-        if scales is not None and i // r != last_group:
-            last_group = i // r
-            _spread(scales[last_group], c, back)
-        own, found = codes[i], out[i]
+        own = codes[i]
         for j in range(columns // 2):
             row[2 * j] = table[own[j] & 15]
             row[2 * j + 1] = table[own[j] >> 4]
         if columns % 2:
             row[columns - 1] = table[own[columns // 2] & 15]
-        _finish_row(row, back, scales, found)
+        _finish_row(row, _row(scales, i // r), c, out[i])
 
 
 @_compiled()

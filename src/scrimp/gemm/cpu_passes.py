@@ -15,7 +15,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -27,8 +27,9 @@ from scrimp.files import folder_lock
 from scrimp.formats.codes import BYTES
 from scrimp.formats.codes import decode as decode_codes
 from scrimp.formats.grouping import Groups
+from scrimp.formats.scales import GroupScales
 from scrimp.gemm import cpu_kernels
-from scrimp.precision.formats import Element
+from scrimp.precision.formats import Element, Scaling
 from scrimp.tracing import has_memory
 
 FEW = 2**15
@@ -97,9 +98,37 @@ def largest_magnitudes(x: Tensor, groups: Groups) -> Tensor:
     found = torch.empty(num_rows, -(-num_columns // groups.columns), dtype=torch.int32)
     _by_rows(cpu_kernels.largest_in_rows, numbers, num_rows, num_columns, groups.columns, _numpy(found))
     if groups.rows > 1:
-        padded = F.pad(found, (0, 0, 0, -num_rows % groups.rows))
-        found = padded.unflatten(0, (-1, groups.rows)).amax(1)
+        pad = -num_rows % groups.rows
+        found = (F.pad(found, (0, 0, 0, pad)) if pad else found).unflatten(0, (-1, groups.rows)).amax(1)
     return found.view(torch.float32)
+
+
+def scales_of(
+    amax: Tensor,
+    kind: Scaling,
+    element: Element,
+    tensor_scale: Tensor | None,
+    *,
+    lift: float = 1.0,
+    no_clip: bool,
+) -> GroupScales:
+    """What `scrimp.formats.scales.scales_of` gives, of magnitudes [A, B] in float32; `lift` by `scales.lift_of`."""
+    decode, numbers, size = torch.empty_like(amax), _numpy(amax), amax.shape
+    largest = np.float32(element.max_value)
+    if kind.scale_type == "fp32":
+        _by_rows(cpu_kernels.fp32_scales, numbers, *size, largest, _numpy(decode))
+        return GroupScales(decode, decode, decode)
+    stored, encode = torch.empty(size, dtype=torch.uint8), torch.empty_like(amax)
+    results = _numpy(stored), _numpy(decode), _numpy(encode)
+    if tensor_scale is None:
+        top = np.int32(element.max_exponent)
+        _by_rows(cpu_kernels.e8m0_scales, numbers, *size, largest, top, no_clip, results)
+        return GroupScales(stored, decode, encode)
+    if has_memory(amax):
+        scale = np.float32(tensor_scale.item())
+        reciprocal = np.float32(1.0) / (scale * np.float32(lift))
+        _by_rows(cpu_kernels.e4m3_scales, numbers, *size, scale, reciprocal, no_clip, results)
+    return GroupScales(stored.view(torch.float8_e4m3fn), decode, encode)
 
 
 def rounded_values(
@@ -250,9 +279,11 @@ def _by_rows(kernel: Callable[..., None], x: Any, rows: int, numbers: int, *argu
     try:
         kernel(x, 0, bounds[1], *arguments)
     finally:
-        wait(parts)  # whatever ends this call: they write into memory that its caller would let go of
-    for part in parts:
-        part.result()
+        # Whatever ends this call: they write into memory that its caller would let go of.
+        ends = [part.exception() for part in parts]
+    for end in ends:
+        if end is not None:
+            raise end
 
 
 def _compile(kernel: Callable[..., None], x: Any, arguments: tuple[Any, ...]) -> None:

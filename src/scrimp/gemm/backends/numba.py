@@ -1,7 +1,7 @@
 """The reference's numbers, made faster on a CPU by kernels that Numba compiles.
 
 Method   `prepare`, `store`, `load` and `multiply` give bit for bit what the reference gives, each number read and
-         written once (`scrimp.gemm.cpu_passes`). Scales come from the reference's own rules, products are torch's.
+         written once (`scrimp.gemm.cpu_passes`). Products are torch's.
 Limits   Where Numba is installed (`pip install scrimp[numba]`), and for recipes that quantize. Two scales a block
          (`four_over_six`), two payloads (`fallback`), and numbers in float64 and float16 go through the reference.
 Checked  tests/gemm/test_numba_backend.py
@@ -167,6 +167,7 @@ class _Scaled:
     groups: Groups
     scales: GroupScales
     tensor_scale: Tensor | None
+    lift: float
     hashes: tuple[Tensor, Tensor] | None
 
     @classmethod
@@ -177,21 +178,25 @@ class _Scaled:
         kind, element = lookup_scaling(operand.scaling), lookup_element(operand.element)
         x = x.detach()
         x = rotated_whole(x, axis) if operand.hadamard else x.contiguous()
-        tensor_scale = None
+        groups = Groups.of(kind, axis, *x.shape)
+        largest = _passes().largest_magnitudes(x, groups)
+        tensor_scale, lift = None, 1.0
         if kind.has_tensor_scale:
-            whole = _passes().largest_magnitudes(x, Groups(*x.shape))[0, 0]
+            # As integers: the order of magnitudes, in which NaN is above infinity.
+            whole = largest.view(torch.int32).amax().view(torch.float32)
             if use.reduce_amax is not None:
                 use.reduce_amax(whole)
             tensor_scale = scale_rules.nvfp4_tensor_scale(whole)
-        groups = Groups.of(kind, axis, *x.shape)
-        largest = _passes().largest_magnitudes(x, groups)
+            if has_memory(tensor_scale):
+                lift = scale_rules.lift_of(tensor_scale).item()
         if kind.columns is None and use.reduce_amax is not None:
             use.reduce_amax(largest)
         hashes = None
         if operand.rounding == "stochastic":
             hashes = use.noise.row_hashes(len(x), x.device), use.noise.column_hashes(x.shape[1], x.device)
-        scales = scale_rules.scales_of(largest, kind, element, tensor_scale, no_clip=hashes is not None)
-        return cls(x, operand, kind, element, groups, scales, tensor_scale, hashes)
+        no_clip = hashes is not None
+        scales = _passes().scales_of(largest, kind, element, tensor_scale, lift=lift, no_clip=no_clip)
+        return cls(x, operand, kind, element, groups, scales, tensor_scale, lift, hashes)
 
     @property
     def decode(self) -> Tensor | None:
@@ -211,10 +216,7 @@ class _Scaled:
 
     def rule(self) -> dict[str, Any]:
         """How a kernel scales and rounds."""
-        scale, lift = self.tensor_scale, 1.0
-        if scale is not None and has_memory(scale):
-            lift = float(scale_rules.lift_of(scale))
-        return {"is_divided": self.kind.scale_type == "fp32", "lift": lift, "hashes": self.hashes}
+        return {"is_divided": self.kind.scale_type == "fp32", "lift": self.lift, "hashes": self.hashes}
 
 
 def _packed(codes: Tensor) -> Tensor:
