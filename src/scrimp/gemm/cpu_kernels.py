@@ -424,13 +424,11 @@ def times_scales(x: Any, first: int, last: int, of_rows: Any, of_columns: Any, o
 
 @_compiled()
 def add_times_scales(x: Any, first: int, last: int, of_rows: Any, of_columns: Any, total: Any) -> None:
-    """The same, added to a total in float32."""
+    """Products, each times scales of its rows and of its columns, added to a total in float32 one after the other."""
     for i in range(first, last):
-        own, found = x[i], total[i]
-        by = np.float32(1.0) if of_rows is None else of_rows[i]
-        if of_columns is None:
+        found = total[i]
+        for part in range(x.shape[0]):
+            own, columns = x[part, i], _row(of_columns, part)
+            by = _ONE if of_rows is None else of_rows[part, i]
             for j in range(found.shape[0]):
-                found[j] += _wide(own[j]) * by
-        else:
-            for j in range(found.shape[0]):
-                found[j] += (_wide(own[j]) * by) * of_columns[j]
+                found[j] += _times(_wide(own[j]) * by, columns, j)

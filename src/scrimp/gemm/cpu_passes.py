@@ -67,17 +67,24 @@ def scaled_product(
     return out
 
 
-def add_scaled(total: Tensor, product: Tensor, of_rows: Tensor | None, of_columns: Tensor | None) -> None:
-    """Add a product to a total, times scales of rows, then of columns: what `block_sums.add_scaled` does.
+def add_scaled(
+    total: Tensor, products: Tensor, of_rows: list[Tensor | None], of_columns: list[Tensor | None]
+) -> None:
+    """Add products to a total, times scales of rows, then of columns: what `block_sums.add_scaled` does.
 
     Args:
         total: [M, N] in float32.
-        product: [M, N] in bfloat16.
-        of_rows: M scales in float32; None: none.
-        of_columns: N scales.
+        products: [g, M, N] in bfloat16.
+        of_rows: of each product M scales in float32; None: none.
+        of_columns: of each N scales.
     """
-    scales = (None if one is None else _numpy(one) for one in (of_rows, of_columns))
-    _by_rows(cpu_kernels.add_times_scales, _numpy(product), *product.shape, *scales, _numpy(total))
+    scales = [
+        None if any(one is None for one in of) else torch.stack([one for one in of if one is not None])
+        for of in (of_rows, of_columns)
+    ]
+    arrays = (None if one is None else _numpy(one) for one in scales)
+    sizes = len(total), total.shape[1] * len(products)
+    _by_rows(cpu_kernels.add_times_scales, _numpy(products), *sizes, *arrays, _numpy(total))
 
 
 def largest_magnitudes(x: Tensor, groups: Groups) -> Tensor:

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 TYPES = (torch.float32, torch.bfloat16)
 """What the kernels read."""
+AT_ONCE = 4
+"""Products of blocks that are added in one pass over their sum."""
 
 
 @functools.cache
@@ -143,7 +145,8 @@ class NumbaBackend(ReferenceBackend):
             return found
         if left.outer is not None or right.outer is not None:
             return super().multiply(gemm, a, b, out)
-        return sum_of_blocks(gemm, left, right, out, bf16_product, _passes().add_scaled)
+        add = _passes().add_scaled
+        return sum_of_blocks(gemm, left, right, out, bf16_product, add, at_once=AT_ONCE)
 
     def takes(self, device: torch.device) -> bool:
         """Whether its kernels reach the memory of a device; what they do not reach goes through the reference."""
