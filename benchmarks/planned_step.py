@@ -9,6 +9,7 @@ Method    One model in bf16 and one per recipe on the same batch: forward and ba
           torch's operators (reference) and by compiled kernels (numba).
 Units     On a CPU without units for bf16 everything runs with products in float32, as a run there has it
           (`scrimp.gemm.cpu_products`). Before, the first model takes its steps with torch's own.
+Threads   Those of torch spin as briefly between operators as in a run (`scrimp.cli.entry`).
 Compute   `--compute fp32`: blocks, head and products in float32, beside a model in float32.
 Switch    A model in fp8 gives every second layer fp4: seconds for `replan` itself, then the step after it
           against the steps before. Eager, and with every block compiled, where new graphs are
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -28,6 +30,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in every run, and before torch starts its threads
 import torch
 from environment import RESULTS, cpu, facts, markdown_table, write_pair
 from rich.console import Console
