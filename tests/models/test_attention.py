@@ -84,10 +84,15 @@ def test_every_route_is_exact_forward_and_backward(name: str, compiled: bool) ->
     torch.testing.assert_close(qkv.grad.double(), reference.grad, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("widened", [0, 20, LENGTH])
 @pytest.mark.parametrize("name", CASES)
-def test_bf16_on_every_route_stays_within_its_rounding(name: str) -> None:
+def test_bf16_on_every_route_stays_within_its_rounding(
+    name: str, widened: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     starts, window = CASES[name]
+    monkeypatch.setattr(attention, "WIDENED", widened * K)
     layout = prepare(starts, window, dtype=torch.bfloat16)
+    assert layout.widened_tokens == widened
     qkv = torch.randn(ROWS, LENGTH, HEADS + 2 * KV, K, generator=torch.Generator().manual_seed(0)).bfloat16()
     reference = qkv.double().requires_grad_()
     qkv.requires_grad_()

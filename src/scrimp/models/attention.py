@@ -28,13 +28,9 @@ Rule     On the CPU rows are always cut into segments. Measured for one block, f
 
          The CPU kernel computes the masked triangle too, within blocks of 512 keys: that is
          why cutting rows into documents saves time and masking them does not.
-CPU      Splitting qkv, rotation, attention and their gradients are one autograd function:
-         the gradients are written straight into the gradient of qkv, where plain operations
-         would pad, add and concatenate them. It calls the operators that
-         `scaled_dot_product_attention` itself dispatches to on the CPU.
-Limits   The CPU function has no second derivatives. The varlen route is checked for shapes
-         only where there is no GPU; it is taken only if the kernel's signature has the
-         arguments that it is called with, and the masked route otherwise.
+CPU      One autograd function: `scrimp.models.cpu_attention`.
+Limits   The varlen route is checked for shapes only where there is no GPU; it is taken only if the kernel's
+         signature has the arguments that it is called with, and the masked route otherwise.
 Checked  tests/models/test_attention.py: every route against a float64 softmax over an explicit
          mask, forward and backward; test_decoder.py: packed documents against each alone.
 
@@ -45,7 +41,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -54,9 +50,9 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from scrimp.models.context_parallel import ContextParallel, Ring, Ulysses, ring_attention
+from scrimp.models.cpu_attention import WIDENED, CpuAttention
 from scrimp.models.flash import (
     FLASH_CAPABILITY,
     STAND_IN,
@@ -71,7 +67,7 @@ from scrimp.models.flash import (
 )
 from scrimp.models.functions import runs_cpu_functions, uses_cpu_functions
 from scrimp.models.masks import added, allowed
-from scrimp.models.rope import rope_tables, rope_tables_at, rotate, rotate_into
+from scrimp.models.rope import rope_tables, rope_tables_at, rotate
 from scrimp.models.segments import Segment, segments_of, window_mask, worst_segments
 from scrimp.models.spec import AttentionSpec
 
@@ -107,6 +103,8 @@ class AttentionLayout:
     """ulysses: the exchange."""
     whole: AttentionLayout | None = None
     """ulysses: how whole rows of a rank's heads attend."""
+    widened_tokens: int = 0
+    """segments: rows of up to so many tokens have their gradients made in float32."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -162,8 +160,9 @@ class AttentionLayout:
         if pieces is not None:
             return make("pieces", pieces=pieces)
         if device.type == "cpu" and not compiled and runs_cpu_functions():
-            mask = window_mask(lengths, window, dtype)
-            return make("segments", segments=segments_of(lengths, length), window=window, mask=mask)
+            mask, found = window_mask(lengths, window, dtype), segments_of(lengths, length)
+            widened = WIDENED // attends.head_size if dtype == torch.bfloat16 else 0
+            return make("segments", segments=found, window=window, mask=mask, widened_tokens=widened)
         if len(lengths) == rows and window is None:
             return make("causal")
         if varlen_runs(device, dtype, attends.head_size):
@@ -201,7 +200,11 @@ class AttentionLayout:
             return found
         rows, length = tokens_BT.shape
         if not stands_for_gpu and not compiled:
-            return replace(found, route="segments", segments=worst_segments(rows, length))
+            widened = (
+                length if dtype == torch.bfloat16 else 0
+            )  # some documents are short, and those take more
+            found = replace(found, route="segments", widened_tokens=widened)
+            return replace(found, segments=worst_segments(rows, length))
         kind = torch.bool if stands_for_gpu else dtype
         mask = torch.empty((rows, 1, length, length), dtype=kind, device=tokens_BT.device)
         return replace(found, route="masked", mask=mask)
@@ -336,7 +339,7 @@ def attend(qkv_BTGK: Tensor, layout: AttentionLayout) -> Tensor:
         return layout.ulysses.to_tokens(attend(layout.ulysses.to_heads(qkv_BTGK), layout.whole))
     if uses_cpu_functions(qkv_BTGK):
         assert layout.route != "pieces", "pieces are for plain operations"
-        return cast(Tensor, _CpuAttention.apply(qkv_BTGK, layout))  # type: ignore[no-untyped-call]
+        return cast(Tensor, CpuAttention.apply(qkv_BTGK, layout))  # type: ignore[no-untyped-call]
     assert layout.route != "segments", "segments are for the CPU function"
     H, N = layout.num_heads, layout.num_kv_heads
     qk, v = qkv_BTGK.split([H + N, N], dim=2)
@@ -398,101 +401,3 @@ def _varlen(q_BTHK: Tensor, k_BTNK: Tensor, v_BTNK: Tensor, layout: AttentionLay
         window_size=(left, 0),
     )
     return out_SHK.view(q_BTHK.shape)
-
-
-class _CpuAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv_BTGK: Tensor, layout: AttentionLayout) -> Tensor:
-        H, N = layout.num_heads, layout.num_kv_heads
-        turned_BTGK = torch.empty_like(qkv_BTGK)
-        rotate_into(turned_BTGK[:, :, : H + N], qkv_BTGK[:, :, : H + N], *layout.rope)
-        # Copied too, so that one tensor is kept for the backward pass and qkv can be freed.
-        turned_BTGK[:, :, H + N :].copy_(qkv_BTGK[:, :, H + N :])
-        if layout.segments:
-            out_BTHK, lse = _segments_forward(turned_BTGK, layout)
-        else:
-            out, lse = _forward(turned_BTGK.transpose(1, 2), layout, layout.mask)
-            out_BTHK = out.transpose(1, 2)
-        ctx.save_for_backward(turned_BTGK, out_BTHK, lse)
-        ctx.layout = layout
-        return out_BTHK
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out_BTHK: Tensor) -> tuple[Tensor, None]:
-        layout: AttentionLayout = ctx.layout
-        turned_BTGK, out_BTHK, lse = ctx.saved_tensors
-        if layout.segments:
-            return _segments_backward(grad_out_BTHK, turned_BTGK, out_BTHK, lse, layout), None
-        grad_out, turned, out = (x.transpose(1, 2) for x in (grad_out_BTHK, turned_BTGK, out_BTHK))
-        grads = _backward(grad_out, turned, out, lse, layout, layout.mask)
-        grad_BTGK = torch.empty_like(turned_BTGK)
-        _turn_back(grad_BTGK, [grad.transpose(1, 2) for grad in grads], layout, *layout.rope)
-        return grad_BTGK, None
-
-
-def _forward(qkv_BGTK: Tensor, layout: AttentionLayout, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Results and their log-sum-exps, both by head."""
-    heads = layout.num_heads, layout.num_kv_heads, layout.num_kv_heads
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *qkv_BGTK.split(heads, dim=1), 0.0, mask is None, attn_mask=mask
-    )
-    return out, lse
-
-
-def _backward(
-    grad_BHTK: Tensor,
-    qkv_BGTK: Tensor,
-    out_BHTK: Tensor,
-    lse: Tensor,
-    layout: AttentionLayout,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, by head."""
-    heads = layout.num_heads, layout.num_kv_heads, layout.num_kv_heads
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
-        grad_BHTK, *qkv_BGTK.split(heads, dim=1), out_BHTK, lse, 0.0, mask is None, attn_mask=mask
-    )
-
-
-def _turn_back(
-    place_TGK: Tensor, grads_TXK: Sequence[Tensor], layout: AttentionLayout, cos: Tensor, sin: Tensor
-) -> None:
-    """Write gradients of turned queries and keys, and of values, where they belong."""
-    heads = layout.num_heads, layout.num_kv_heads, layout.num_kv_heads
-    query, key, value = place_TGK.split(heads, dim=-2)
-    rotate_into(query, grads_TXK[0], cos, sin, back=True)
-    rotate_into(key, grads_TXK[1], cos, sin, back=True)
-    value.copy_(grads_TXK[2])
-
-
-def _segments_forward(turned_BTGK: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor]:
-    """Results of all rows, and log-sum-exps of shape (heads, tokens of all rows)."""
-    rows, length, _, size = turned_BTGK.shape
-    out_BTHK = turned_BTGK.new_empty(rows, length, layout.num_heads, size)
-    lse_HS = turned_BTGK.new_empty(layout.num_heads, rows * length, dtype=torch.float32)
-    for segment in layout.segments:
-        mask = segment.mask(layout.mask, layout.window, turned_BTGK)
-        out, lse = _forward(segment.of(turned_BTGK).transpose(1, 2), layout, mask)
-        segment.of(out_BTHK).copy_(out.transpose(1, 2))
-        segment.of_sums(lse_HS).copy_(lse)
-        del out, lse, mask  # before the next ones are made
-    return out_BTHK, lse_HS
-
-
-def _segments_backward(
-    grad_out_BTHK: Tensor, turned_BTGK: Tensor, out_BTHK: Tensor, lse_HS: Tensor, layout: AttentionLayout
-) -> Tensor:
-    """The gradient of qkv."""
-    grad_BTGK, length = torch.empty_like(turned_BTGK), turned_BTGK.shape[1]
-    for segment in layout.segments:
-        grad_out, turned, out = (
-            segment.of(x).transpose(1, 2) for x in (grad_out_BTHK, turned_BTGK, out_BTHK)
-        )
-        mask = segment.mask(layout.mask, layout.window, turned_BTGK)
-        grads = _backward(grad_out, turned, out, segment.of_sums(lse_HS), layout, mask)
-        first = segment.start % length
-        tables = (table[first : first + segment.length] for table in layout.rope)
-        _turn_back(segment.of(grad_BTGK), [grad.transpose(1, 2) for grad in grads], layout, *tables)
-        del grads, mask  # before the next ones are made
-    return grad_BTGK
