@@ -215,6 +215,8 @@ def e4m3_scales(
         own = amax[i]
         for j in range(own.shape[0]):
             wanted = (own[j] / _E2M1_MAX) / tensor_scale
+            is_number = wanted == wanted
+            wanted = wanted if is_number else np.float32(0.0)  # NaN is no integer, in no defined way
             wanted = _E4M3_MAX if wanted > _E4M3_MAX else wanted
             value = _rounded(wanted, _E4M3_MAX, _E4M3_NORMAL, _E4M3_UNIT)
             code = np.int32(_bits(value) >> 20) - np.int32(120 << 3)
@@ -222,7 +224,6 @@ def e4m3_scales(
             code += np.int32(no_clip and value < wanted)  # the next code up is the next value up
             value = _float(np.int32(code + np.int32(120 << 3)) << 20)
             value = value if code >= 8 else np.float32(code) / _E4M3_SMALL
-            is_number = wanted == wanted
             value = value if is_number else _NAN
             codes[i, j], decode[i, j] = np.uint8(code if is_number else 127), value
             encode[i, j] = np.float32(0.0) if value == 0 else reciprocal / value

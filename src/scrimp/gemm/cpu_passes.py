@@ -14,9 +14,9 @@ import ctypes
 import functools
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -32,8 +32,13 @@ from scrimp.gemm import cpu_kernels
 from scrimp.precision.formats import Element, Scaling
 from scrimp.tracing import has_memory
 
+if TYPE_CHECKING:
+    from scrimp.gemm.backends.block_sums import Part
+
 FEW = 2**15
 """Numbers that one thread is through with before another has begun."""
+AT_ONCE = 4
+"""Products of a sum that are added in one pass over it."""
 _CHUNK = 64
 """Rows of which one pass finds the largest of each column, where groups span more."""
 _TYPES: dict[torch.dtype, Any] = {
@@ -67,24 +72,20 @@ def scaled_product(
     return out
 
 
-def add_scaled(
-    total: Tensor, products: Tensor, of_rows: list[Tensor | None], of_columns: list[Tensor | None]
-) -> None:
-    """Add products to a total, times scales of rows, then of columns: what `block_sums.add_scaled` does.
-
-    Args:
-        total: [M, N] in float32.
-        products: [g, M, N] in bfloat16.
-        of_rows: of each product M scales in float32; None: none.
-        of_columns: of each N scales.
-    """
-    scales = [
-        None if any(one is None for one in of) else torch.stack([one for one in of if one is not None])
-        for of in (of_rows, of_columns)
-    ]
-    arrays = (None if one is None else _numpy(one) for one in scales)
-    sizes = len(total), total.shape[1] * len(products)
-    _by_rows(cpu_kernels.add_times_scales, _numpy(products), *sizes, *arrays, _numpy(total))
+def add_products(total: Tensor, parts: Iterator[Part], count: int) -> None:
+    """Multiply, and add products in bf16, several in one pass over their sum (`block_sums.Adder`)."""
+    products = torch.empty(min(AT_ONCE, count), *total.shape, dtype=torch.bfloat16)
+    while group := list(itertools.islice(parts, AT_ONCE)):
+        for number, part in enumerate(group):
+            torch.mm(part.left, part.right.T, out=products[number])
+        # Held here: numpy reads their memory.
+        scales = [
+            None if of[0] is None else torch.stack(cast("list[Tensor]", of))
+            for of in ([part.of_rows for part in group], [part.of_columns for part in group])
+        ]
+        arrays = (None if one is None else _numpy(one) for one in scales)
+        sizes = len(total), total.shape[1] * len(group)
+        _by_rows(cpu_kernels.add_times_scales, _numpy(products[: len(group)]), *sizes, *arrays, _numpy(total))
 
 
 def largest_magnitudes(x: Tensor, groups: Groups) -> Tensor:
@@ -286,11 +287,10 @@ def _by_rows(kernel: Callable[..., None], x: Any, rows: int, numbers: int, *argu
     try:
         kernel(x, 0, bounds[1], *arguments)
     finally:
-        # Whatever ends this call: they write into memory that its caller would let go of.
-        ends = [part.exception() for part in parts]
-    for end in ends:
-        if end is not None:
-            raise end
+        for part in parts:  # whatever ends this call: they write into memory that its caller would let go of
+            part.exception()
+    for part in parts:
+        part.result()
 
 
 def _compile(kernel: Callable[..., None], x: Any, arguments: tuple[Any, ...]) -> None:

@@ -200,11 +200,8 @@ class AttentionLayout:
             return found
         rows, length = tokens_BT.shape
         if not stands_for_gpu and not compiled:
-            widened = (
-                length if dtype == torch.bfloat16 else 0
-            )  # some documents are short, and those take more
-            found = replace(found, route="segments", widened_tokens=widened)
-            return replace(found, segments=worst_segments(rows, length))
+            calls = worst_segments(rows, length, found.widened_tokens)
+            return replace(found, route="segments", segments=calls)
         kind = torch.bool if stands_for_gpu else dtype
         mask = torch.empty((rows, 1, length, length), dtype=kind, device=tokens_BT.device)
         return replace(found, route="masked", mask=mask)

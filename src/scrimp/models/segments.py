@@ -106,10 +106,16 @@ def _joined(last: Segment, length: int, row: int, *, begins_row: bool) -> Segmen
     return replace(last, lengths=(*last.lengths, length)) if is_tiny else None
 
 
-def worst_segments(rows: int, length: int) -> tuple[Segment, ...]:
-    """Rows of one document, and once more a call that tiny documents share: no batch takes more for a call."""
+def worst_segments(rows: int, length: int, widened: int) -> tuple[Segment, ...]:
+    """Rows of one document, and calls beside them: no batch takes more for one.
+
+    Args:
+        widened: tokens of the longest document that `scrimp.models.cpu_attention` widens; it has a call of its own, as
+            have the tiny documents that share one.
+    """
+    short = [Segment(0, (min(length, widened),))] if widened else []
     tiny = Segment(0, (1,) * min(length, SHARED_TOKENS))
-    return (*segments_of((length,) * rows, length), tiny)
+    return (*segments_of((length,) * rows, length), *short, tiny)
 
 
 def window_mask(lengths: tuple[int, ...], window: int | None, dtype: torch.dtype) -> Tensor | None:

@@ -40,6 +40,9 @@ GEMMA3 = dataclasses.replace(
 FACTORS = dataclasses.replace(LLAMA, rank=32)
 SPARSE = dataclasses.replace(FACTORS, sparse_share=0.03)
 ADAPTED = dataclasses.replace(LLAMA, adapter=Adapter(8, 16.0))
+SQUARE = dataclasses.replace(
+    LLAMA, num_layers=1, vocab_size=96, width=768, num_heads=12, num_kv_heads=12, head_size=64, ffn_width=1024
+)
 STORED = dataclasses.replace(LLAMA, adapter=Adapter(8, 16.0, base="nvfp4,*.mlp.down=fp8"))
 WIDE_HEAD = dataclasses.replace(LLAMA, vocab_size=6144, num_layers=2)
 DEEP = dataclasses.replace(LLAMA, num_layers=8, width=64, num_heads=2, num_kv_heads=1, ffn_width=192)
@@ -99,6 +102,9 @@ def settings() -> dict[str, Setting]:
         ),
         "fp8": Setting(LLAMA, sequence=256, rules="fp8", **FORMATS["autocast"]),
         "fp8, levels": Setting(LLAMA, sequence=256, rules="fp8", activations=("mlp", "block"), **bf16),
+        "fp8, many blocks in a sum": Setting(
+            SQUARE, rows=1, sequence=1024, rules="fp8", activations=("block",), **bf16
+        ),
         "nvfp4": Setting(LLAMA, sequence=128, rules="nvfp4", **bf16),
         "mxfp8, saved in bf16": Setting(LLAMA, sequence=256, rules="mxfp8,*.saved=bf16", **bf16),
         "inputs made again": Setting(

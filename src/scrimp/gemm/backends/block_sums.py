@@ -16,7 +16,6 @@ Checked  tests/gemm/test_reference.py against float64, tests/gemm/test_numba_bac
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -30,15 +29,11 @@ from scrimp.tracing import has_memory
 
 CHUNK_NUMBERS = {"cpu": 2**20, "cuda": 2**24}
 """Numbers of a chunk: of fewer rows products are slow, of more rows sums leave the cache (CPU, measured)."""
-Adder = Callable[[Tensor, Tensor, list[Tensor | None], list[Tensor | None]], None]
-"""Adds to a total [m, N] in float32 products [g, m, N], each times scales of its rows [m], then of its columns [N]."""
-Product = Callable[[Tensor, int, Tensor, int], Tensor]
-"""Multiplies two matrices; with each comes the axis that it is summed over."""
 
 
 @dataclass(frozen=True)
-class _Part:
-    """One product of the sum: operands [m, k] and [N, k], and scales of its rows and columns."""
+class Part:
+    """One product of a sum: operands [m, k] and [N, k] in bf16, and float32 scales of its rows [m] and columns [N]."""
 
     left: Tensor
     right: Tensor
@@ -46,60 +41,46 @@ class _Part:
     of_columns: Tensor | None
 
 
-def sum_of_blocks(
-    gemm: str,
-    a: FakeQuantized,
-    b: FakeQuantized,
-    dtype: torch.dtype,
-    product: Product,
-    add: Adder,
-    *,
-    at_once: int = 1,
-) -> Tensor:
+Adder = Callable[[Tensor, Iterator[Part], int], None]
+"""Adds to a total [m, N] in float32 products, each times scales of its rows, then of its columns. The number is the
+most that come."""
+
+
+def sum_of_blocks(gemm: str, a: FakeQuantized, b: FakeQuantized, dtype: torch.dtype, add: Adder) -> Tensor:
     """The result [M, N] of a GEMM, without outer scales.
 
     Args:
         a, b: bf16 values, one of them or both with inner scales; a may have a rest.
         dtype: of the result.
-        product: of bf16 matrices.
-        add: `add_scaled`, or what does the same faster.
-        at_once: products that are added in one go; several where a product is in bf16.
+        add: multiplies and adds.
     """
-    (a_axis, b_axis), values = AXES[gemm], a.values
-    num_rows = values.shape[0 if a_axis == COLUMNS else 1]
-    num_columns = b.values.shape[0 if b_axis == COLUMNS else 1]
-    of_columns = scales_by_block(b, b_axis)
-    found = values.new_empty(num_rows, num_columns, dtype=dtype)
-    limit = CHUNK_NUMBERS["cpu" if values.device.type == "cpu" else "cuda"]
+    a_axis, b_axis = AXES[gemm]
+    payloads = [
+        (_matrix(one, a_axis), scales_by_block(one, a_axis)) for one in (a, a.rest) if one is not None
+    ]
+    right, of_columns = _matrix(b, b_axis), scales_by_block(b, b_axis)
+    num_rows, num_columns = len(payloads[0][0]), len(right)
+    found = right.new_empty(num_rows, num_columns, dtype=dtype)
+    limit = CHUNK_NUMBERS["cpu" if right.device.type == "cpu" else "cuda"]
+    count = len(payloads) * -(-right.shape[1] // INNER_GROUP)
     for rows in cut(num_rows, max(1, limit // max(1, num_columns))):
-        total = values.new_zeros(rows.stop - rows.start, num_columns, dtype=torch.float32)
-        parts = _parts(a, a_axis, rows, b.values if b_axis == COLUMNS else b.values.T, of_columns)
-        while group := list(itertools.islice(parts, at_once)):
-            if at_once == 1:
-                products = product(group[0].left, COLUMNS, group[0].right, COLUMNS)[None]
-            else:
-                products = values.new_empty(len(group), *total.shape)
-                for place, part in zip(products, group, strict=True):
-                    torch.mm(part.left, part.right.T, out=place)
-            add(total, products, [part.of_rows for part in group], [part.of_columns for part in group])
-            del products  # before the next ones are made
+        total = right.new_zeros(rows.stop - rows.start, num_columns, dtype=torch.float32)
+        add(total, _parts(payloads, rows, right, of_columns), count)
         found[rows] = total
     return found
 
 
 def _parts(
-    a: FakeQuantized, axis: int, rows: slice, right: Tensor, of_columns: Tensor | None
-) -> Iterator[_Part]:
+    payloads: list[tuple[Tensor, Tensor | None]], rows: slice, right: Tensor, of_columns: Tensor | None
+) -> Iterator[Part]:
     """The products of some rows in the order of their sum: that of each block, then that of its rest."""
-    left, of_rows = _matrix(a, axis), scales_by_block(a, axis)
-    rest, of_rest = (None, None) if a.rest is None else (_matrix(a.rest, axis), scales_by_block(a.rest, axis))
     for block in cut(right.shape[1], INNER_GROUP):
         number = block.start // INNER_GROUP
         own_columns = None if of_columns is None else of_columns[number]
-        own_rows = None if of_rows is None else of_rows[number, rows]
-        yield _Part(left[rows, block], right[:, block], own_rows, own_columns)
-        if rest is not None and of_rest is not None and _is_rest(of_rest[number, rows]):
-            yield _Part(rest[rows, block], right[:, block], of_rest[number, rows], own_columns)
+        for payload, (left, of_rows) in enumerate(payloads):
+            own_rows = None if of_rows is None else of_rows[number, rows]
+            if payload == 0 or (own_rows is not None and _is_rest(own_rows)):
+                yield Part(left[rows, block], right[:, block], own_rows, own_columns)
 
 
 def _matrix(x: FakeQuantized, axis: int) -> Tensor:
@@ -122,16 +103,3 @@ def scales_by_block(matrix: FakeQuantized, axis: int) -> Tensor | None:
     if scales.shape[1] < size:  # square groups
         scales = scales.repeat_interleave(INNER_GROUP, 1)[:, :size]
     return scales.contiguous()
-
-
-def add_scaled(
-    total: Tensor, products: Tensor, of_rows: list[Tensor | None], of_columns: list[Tensor | None]
-) -> None:
-    """Add products [g, m, N] to a total in float32, times scales of their rows, then of their columns."""
-    for product, own_rows, own_columns in zip(products, of_rows, of_columns, strict=True):
-        scaled = product.float()
-        if own_rows is not None:
-            scaled.mul_(own_rows[:, None])
-        if own_columns is not None:
-            scaled.mul_(own_columns)
-        total.add_(scaled)

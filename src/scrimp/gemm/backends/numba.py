@@ -1,7 +1,8 @@
 """The reference's numbers, made faster on a CPU by kernels that Numba compiles.
 
 Method   `prepare`, `store`, `load` and `multiply` give bit for bit what the reference gives, each number read and
-         written once (`scrimp.gemm.cpu_passes`). Products are torch's.
+         written once (`scrimp.gemm.cpu_passes`); codes under a scale of NaN, which say nothing, may be others. Products
+         are torch's.
 Limits   Where Numba is installed (`pip install scrimp[numba]`), and for recipes that quantize. Two scales a block
          (`four_over_six`), two payloads (`fallback`), and numbers in float64 and float16 go through the reference.
 Checked  tests/gemm/test_numba_backend.py
@@ -50,8 +51,6 @@ if TYPE_CHECKING:
 
 TYPES = (torch.float32, torch.bfloat16)
 """What the kernels read."""
-AT_ONCE = 4
-"""Products of blocks that are added in one pass over their sum."""
 
 
 @functools.cache
@@ -145,8 +144,7 @@ class NumbaBackend(ReferenceBackend):
             return found
         if left.outer is not None or right.outer is not None:
             return super().multiply(gemm, a, b, out)
-        add = _passes().add_scaled
-        return sum_of_blocks(gemm, left, right, out, bf16_product, add, at_once=AT_ONCE)
+        return sum_of_blocks(gemm, left, right, out, _passes().add_products)
 
     def takes(self, device: torch.device) -> bool:
         """Whether its kernels reach the memory of a device; what they do not reach goes through the reference."""

@@ -20,6 +20,7 @@ Checked  tests/gemm/test_reference.py against float64.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 from scrimp.formats import QuantizedTensor, fake_quantize
 from scrimp.formats.quantized import INEXACT_IN_BF16, FakeQuantized
 from scrimp.gemm.backends.base import Backend
-from scrimp.gemm.backends.block_sums import add_scaled, sum_of_blocks
+from scrimp.gemm.backends.block_sums import Part, sum_of_blocks
 from scrimp.gemm.cpu_products import has_bf16_units
 from scrimp.gemm.deferred import Matrix, made
 from scrimp.gemm.problem import AXES, COLUMNS, Shape, Use, multiply
@@ -107,7 +108,19 @@ def _product(gemm: str, a: ReferenceOperand, b: ReferenceOperand, out: torch.dty
     left, right = carriers
     if left.inner is None and right.inner is None:
         return bf16_product(left.values, a_axis, right.values, b_axis).float()
-    return sum_of_blocks(gemm, left, right, torch.float32, bf16_product, add_scaled)
+    return sum_of_blocks(gemm, left, right, torch.float32, add_products)
+
+
+def add_products(total: Tensor, parts: Iterator[Part], count: int) -> None:
+    """Multiply and add one product after the other (`block_sums.Adder`)."""
+    for part in parts:
+        product = bf16_product(part.left, COLUMNS, part.right, COLUMNS).float()
+        if part.of_rows is not None:
+            product.mul_(part.of_rows[:, None])
+        if part.of_columns is not None:
+            product.mul_(part.of_columns)
+        total.add_(product)
+        del product  # before the next one is made
 
 
 def bf16_carriers(
