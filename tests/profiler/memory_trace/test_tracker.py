@@ -119,6 +119,16 @@ def test_workspace_of_eigenvectors(rows: int, dtype: torch.dtype) -> None:
     assert hidden <= cpu_workspace(eigh, (matrix,), {}) <= hidden + 64
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_workspace_of_what_is_scattered(dtype: torch.dtype) -> None:
+    whole, values = torch.zeros(70, 33, dtype=dtype), torch.ones(70, 5, dtype=dtype)
+    columns = torch.arange(5).expand(70, 5).contiguous()
+    for operator in (torch.ops.aten.scatter_.src, torch.ops.aten.scatter_add_.default):
+        arguments = whole, 1, columns, values
+        taken = allocator_peak(lambda run=operator, given=arguments: run(*given))
+        assert cpu_workspace(operator, arguments, {}) == taken
+
+
 def test_workspace_of_mixed_widths() -> None:
     wide, narrow = torch.ones(64, 64), torch.ones(64, 64, dtype=torch.bfloat16)
     add, norm = torch.ops.aten.add.Tensor, torch.ops.aten._foreach_norm.Scalar

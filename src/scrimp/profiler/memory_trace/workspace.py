@@ -1,8 +1,9 @@
 """What kernels allocate for themselves and free before they return: bytes that no tensor shows.
 
 CPU     Operators on numbers of two widths first copy the narrower operands to the wider type; so do norms that sum
-        wider than they read. Flash attention holds scores of one tile of queries by keys per thread, its backward
-        pass two (t threads, tiles of q x k, q = 256, 64 or 32 by length, k = 512, head size K, fp32)::
+        wider than they read; and numbers are scattered into bf16 by way of a copy of the whole in fp32. Flash attention
+        holds scores of one tile of queries by keys per thread, its backward pass two (t threads, tiles of q x k,
+        q = 256, 64 or 32 by length, k = 512, head size K, fp32)::
 
             forward   4 t (q k + 2 q + q K)            backward   4 t (2 q k + q)
 
@@ -69,6 +70,7 @@ _BATCHED = {
     _aten.baddbmm_.default: 1,
 }
 _WIDENED = _PRODUCTS | _BATCHED
+_SCATTERED = (_aten.scatter_.src, _aten.scatter_add_.default)
 _COPIES = (_aten.copy_.default, _aten._foreach_copy_.default)
 _COPIED_AT_ONCE = 60 * 60
 _KEYS = 512
@@ -98,6 +100,8 @@ def cpu_workspace(operator: Any, args: Any, named: Any) -> int:
         return _empty_rows(args[0])
     if operator is _EIGENVECTORS:
         return _eigenvectors(args[0])
+    if operator in _SCATTERED:
+        return args[0].numel() * torch.float32.itemsize if args[0].dtype == torch.bfloat16 else 0
     if operator in _NORMS:
         wide = named.get("dtype")
         tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
