@@ -74,14 +74,17 @@ def scaled_product(
 
 def add_products(total: Tensor, parts: Iterator[Part], count: int) -> None:
     """Multiply, and add products in bf16, several in one pass over their sum (`block_sums.Adder`)."""
-    products = torch.empty(min(AT_ONCE, count), *total.shape, dtype=torch.bfloat16)
+    # Made once, and as large as `count` says: a trace has fewer parts than a run.
+    places = min(AT_ONCE, count)
+    products = torch.empty(places, *total.shape, dtype=torch.bfloat16)
+    buffers = [torch.empty(places, size) for size in total.shape]
     while group := list(itertools.islice(parts, AT_ONCE)):
         for number, part in enumerate(group):
             torch.mm(part.left, part.right.T, out=products[number])
-        # Held here: numpy reads their memory.
+        of_parts = [part.of_rows for part in group], [part.of_columns for part in group]
         scales = [
-            None if of[0] is None else torch.stack(cast("list[Tensor]", of))
-            for of in ([part.of_rows for part in group], [part.of_columns for part in group])
+            None if of[0] is None else torch.stack(cast("list[Tensor]", of), out=buffer[: len(group)])
+            for of, buffer in zip(of_parts, buffers, strict=True)
         ]
         arrays = (None if one is None else _numpy(one) for one in scales)
         sizes = len(total), total.shape[1] * len(group)

@@ -20,7 +20,7 @@ Method   `AttentionLayout.prepare` looks at the documents once per forward pass 
 
 Rule     On the CPU rows are always cut into segments. Measured for one block, forward and backward (4 rows of
          512 tokens, 10 heads of 64, 2 threads, no window), in ms by tokens per document, before tiny ones shared a
-         call and short ones in bf16 were widened (`scrimp.models.cpu_attention`; at 64 tokens 27 ms for 78 since):
+         call and short ones in bf16 were widened (`scrimp.models.cpu_attention`):
 
                   masked   segments of 512   256   64   32   16    8
            fp32       46                41    22    9    7    8   14

@@ -12,7 +12,8 @@ Widened  Short rows in bf16 have their gradients made in float32, by the same op
                  64       0.44   0.55   0.88   0.94   1.03   1.03
                 128       0.78   0.86   0.98   1.48   1.34   1.42
 
-         Other CPUs with units for bf16 were not measured; those without multiply in float32 in any case.
+         Other CPUs with units for bf16 were not measured; those without multiply in float32 in any case
+         (`scrimp.gemm.cpu_products`).
 
 Limits   No second derivatives.
 Checked  tests/models/test_attention.py

@@ -110,12 +110,13 @@ def worst_segments(rows: int, length: int, widened: int) -> tuple[Segment, ...]:
     """Rows of one document, and calls beside them: no batch takes more for one.
 
     Args:
-        widened: tokens of the longest document that `scrimp.models.cpu_attention` widens; it has a call of its own, as
-            have the tiny documents that share one.
+        widened: tokens of the longest document that `scrimp.models.cpu_attention` widens; 0: none is.
     """
-    short = [Segment(0, (min(length, widened),))] if widened else []
-    tiny = Segment(0, (1,) * min(length, SHARED_TOKENS))
-    return (*segments_of((length,) * rows, length), *short, tiny)
+    longest, shared = min(length, widened), min(length, SHARED_TOKENS)
+    # A document alone, and what tiny ones share; each once more as long as it is widened.
+    alone = [Segment(0, (longest,))] if longest else []
+    tiny = [Segment(0, (1,) * tokens) for tokens in {shared, min(shared, longest) or shared}]
+    return (*segments_of((length,) * rows, length), *alone, *tiny)
 
 
 def window_mask(lengths: tuple[int, ...], window: int | None, dtype: torch.dtype) -> Tensor | None:

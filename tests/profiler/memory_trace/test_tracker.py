@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
@@ -12,9 +13,11 @@ from test_peaks import FORMATS, IN_PRODUCTS, LLAMA, TIED
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scrimp.formats import Noise
+from scrimp.formats.grouping import ends_alone
 from scrimp.gemm.backends import NumbaBackend
 from scrimp.gemm.problem import AXES, Use, operands_of
 from scrimp.models.flash import Gpu
+from scrimp.precision import Gemm
 from scrimp.profiler.memory_trace import StorageTracker
 from scrimp.profiler.memory_trace.remembered import RememberedBackend
 from scrimp.profiler.memory_trace.workspace import WorkspaceRule, cpu_workspace, cuda_workspace
@@ -119,14 +122,45 @@ def test_workspace_of_eigenvectors(rows: int, dtype: torch.dtype) -> None:
     assert hidden <= cpu_workspace(eigh, (matrix,), {}) <= hidden + 64
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_workspace_of_what_is_scattered(dtype: torch.dtype) -> None:
-    whole, values = torch.zeros(70, 33, dtype=dtype), torch.ones(70, 5, dtype=dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_workspace_of_what_is_scattered_and_gathered(dtype: torch.dtype) -> None:
+    whole, values, aten = torch.zeros(70, 33, dtype=dtype), torch.ones(70, 5, dtype=dtype), torch.ops.aten
     columns = torch.arange(5).expand(70, 5).contiguous()
-    for operator in (torch.ops.aten.scatter_.src, torch.ops.aten.scatter_add_.default):
-        arguments = whole, 1, columns, values
-        taken = allocator_peak(lambda run=operator, given=arguments: run(*given))
-        assert cpu_workspace(operator, arguments, {}) == taken
+    for operator, more in (
+        (aten.scatter_.src, (values,)),
+        (aten.scatter_.value, (1.0,)),
+        (aten.scatter_add_.default, (values,)),
+        (aten.scatter.src, (values,)),
+        (aten.scatter.value, (1.0,)),
+        (aten.scatter_add.default, (values,)),
+        (aten.gather.default, ()),
+    ):
+        arguments = whole, 1, columns, *more
+        peak = allocator_peak(lambda run=operator, given=arguments: run(*given))
+        result = operator(*arguments)
+        made = 0 if result is whole else result.nbytes
+        assert cpu_workspace(operator, arguments, {}) == peak - made, operator
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "wgrad"])
+def test_many_blocks_in_a_sum_take_what_a_trace_of_three_says(
+    gemm: Gemm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NumbaBackend, "multiplies_bf16_fast", lambda self, device: True)
+    backend, uses = NumbaBackend(), zip(operands_of(gemm, "fp8"), AXES[gemm], strict=True)
+    (left, right), found = [Use(operand, axis, Noise()) for operand, axis in uses], []
+    shapes = {"fprop": ((4096, 1280), (32, 1280)), "wgrad": ((1280, 4096), (1280, 32))}[gemm]
+    for is_traced in (True, False):
+        with contextlib.ExitStack() as modes:
+            if is_traced:
+                modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                modes.enter_context(ends_alone())
+            a, b = (torch.ones(shape, dtype=torch.bfloat16) for shape in shapes)
+            operands = backend.prepare(a, left), backend.prepare(b, right)
+            with StorageTracker(workspace=cpu_workspace) as tracker:
+                backend.multiply(gemm, *operands, torch.bfloat16)
+            found.append(tracker.peak)
+    assert found[0] == found[1]
 
 
 def test_workspace_of_mixed_widths() -> None:

@@ -42,8 +42,8 @@ class Part:
 
 
 Adder = Callable[[Tensor, Iterator[Part], int], None]
-"""Adds to a total [m, N] in float32 products, each times scales of its rows, then of its columns. The number is the
-most that come."""
+"""Adds to a total [m, N] in float32 products, each times scales of its rows, then of its columns. Not more of them come
+than the number says, by which buffers are made: a trace leaves some out."""
 
 
 def sum_of_blocks(gemm: str, a: FakeQuantized, b: FakeQuantized, dtype: torch.dtype, add: Adder) -> Tensor:

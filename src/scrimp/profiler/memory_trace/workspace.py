@@ -1,9 +1,9 @@
 """What kernels allocate for themselves and free before they return: bytes that no tensor shows.
 
 CPU     Operators on numbers of two widths first copy the narrower operands to the wider type; so do norms that sum
-        wider than they read; and numbers are scattered into bf16 by way of a copy of the whole in fp32. Flash attention
-        holds scores of one tile of queries by keys per thread, its backward pass two (t threads, tiles of q x k,
-        q = 256, 64 or 32 by length, k = 512, head size K, fp32)::
+        wider than they read; and what is scattered into numbers of 16 bits, or gathered of them, is so by way of a copy
+        in fp32. Flash attention holds scores of one tile of queries by keys per thread, its backward pass two
+        (t threads, tiles of q x k, q = 256, 64 or 32 by length, k = 512, head size K, fp32)::
 
             forward   4 t (q k + 2 q + q K)            backward   4 t (2 q k + q)
 
@@ -70,7 +70,16 @@ _BATCHED = {
     _aten.baddbmm_.default: 1,
 }
 _WIDENED = _PRODUCTS | _BATCHED
-_SCATTERED = (_aten.scatter_.src, _aten.scatter_add_.default)
+_WHOLE_WIDENED = {
+    _aten.scatter_.src: 0,
+    _aten.scatter_.value: 0,
+    _aten.scatter_add_.default: 0,
+    _aten.scatter.src: 0,
+    _aten.scatter.value: 0,
+    _aten.scatter_add.default: 0,
+    _aten.gather.default: 2,
+}
+"""Operator to place of the argument that has as many numbers as are widened."""
 _COPIES = (_aten.copy_.default, _aten._foreach_copy_.default)
 _COPIED_AT_ONCE = 60 * 60
 _KEYS = 512
@@ -100,8 +109,9 @@ def cpu_workspace(operator: Any, args: Any, named: Any) -> int:
         return _empty_rows(args[0])
     if operator is _EIGENVECTORS:
         return _eigenvectors(args[0])
-    if operator in _SCATTERED:
-        return args[0].numel() * torch.float32.itemsize if args[0].dtype == torch.bfloat16 else 0
+    if operator in _WHOLE_WIDENED:
+        is_reduced = args[0].dtype in (torch.bfloat16, torch.float16)
+        return args[_WHOLE_WIDENED[operator]].numel() * torch.float32.itemsize if is_reduced else 0
     if operator in _NORMS:
         wide = named.get("dtype")
         tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
