@@ -12,6 +12,8 @@ Method    Both sides take every step in one process, in turn, and change places 
           the table gives the median step, the fastest and slowest, and the median of the
           ratios of neighbouring steps. Tokens are drawn from a Zipf distribution, so that
           there is something to learn; losses are compared step by step.
+Share     FLOPs of our step (causal attention, `scrimp.planner.flops`) a second, over those of one product of three
+          2,048 x 2,048 matrices of the precision's type. Both sides' steps and one product take turns.
 Memory    Peak of one further step, of each side alone: bytes of parameters and optimizer state
           plus the peak of what the step allocates, from the profiler's allocation events on
           the CPU and from the allocator's maximum on CUDA.
@@ -50,6 +52,7 @@ from scrimp.models.huggingface.export import export_model
 from scrimp.models.initialise import initialise
 from scrimp.models.model import Model, build_model
 from scrimp.objectives.next_token import NEXT_TOKEN
+from scrimp.planner.flops import count_flops
 
 QWEN_SMALL = Architecture(
     family="qwen2",
@@ -69,6 +72,9 @@ QWEN_SMALL = Architecture(
 SIZES = ("llama-3m", "llama-20m", "llama-60m", "qwen-small")
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 """Largest relative difference between the two losses of a step that counts as the same."""
+
+PRODUCT_SIZE = 2048
+"""Rows, columns and depth of the product whose rate a step is held against."""
 
 Step = Callable[[Tensor], float]
 
@@ -107,6 +113,8 @@ class Result:
     peer_tokens_per_s: float
     ratio: float
     ratio_spread: tuple[float, float]
+    product_flops_per_s: float
+    share_of_product: float
     ours_step_s: tuple[float, float, float]
     peer_step_s: tuple[float, float, float]
     ours_peak_bytes: int
@@ -161,18 +169,24 @@ def measure(setting: Setting, options: argparse.Namespace) -> Result:
     chunk = loss_chunk(architecture, setting, options.device)
     ours, peer = sides(architecture, setting.precision, chunk, options)
     batches = token_batches(architecture.vocab_size, setting, options)
-    seconds: dict[str, list[float]] = {"ours": [], "peer": []}
+    seconds: dict[str, list[float]] = {"ours": [], "peer": [], "product": []}
     losses: dict[str, list[float]] = {"ours": [], "peer": []}
+    left, right = product_operands(setting.precision, options.device)
     for number, tokens in enumerate(batches):
         for side in (ours, peer) if number % 2 == 0 else (peer, ours):
             start = time.perf_counter()
             losses[side.name].append(side.step(tokens))
             seconds[side.name].append(time.perf_counter() - start)
+        start = time.perf_counter()
+        (left @ right)[0, 0].item()
+        seconds["product"].append(time.perf_counter() - start)
     timed = {name: values[options.warm_up :] for name, values in seconds.items()}
     ratios = [peer_s / ours_s for ours_s, peer_s in zip(timed["ours"], timed["peer"], strict=True)]
     pairs = zip(losses["ours"], losses["peer"], strict=True)
     difference = max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
     num_tokens = setting.sequence * setting.micro_batch
+    step_flops = num_tokens * count_flops(spec_of(architecture), setting.sequence).causal
+    product_rate = 2 * PRODUCT_SIZE**3 / statistics.median(timed["product"])
     return Result(
         **asdict(setting),
         num_parameters=spec_of(architecture).parameters,
@@ -181,6 +195,8 @@ def measure(setting: Setting, options: argparse.Namespace) -> Result:
         peer_tokens_per_s=num_tokens / statistics.median(timed["peer"]),
         ratio=statistics.median(ratios),
         ratio_spread=(min(ratios), max(ratios)),
+        product_flops_per_s=product_rate,
+        share_of_product=step_flops / statistics.median(timed["ours"]) / product_rate,
         ours_step_s=spread(timed["ours"]),
         peer_step_s=spread(timed["peer"]),
         ours_peak_bytes=peak_bytes(ours, batches[0]),
@@ -190,6 +206,14 @@ def measure(setting: Setting, options: argparse.Namespace) -> Result:
         largest_loss_difference=difference,
         same_losses=difference <= TOLERANCE[setting.precision],
     )
+
+
+def product_operands(precision: str, device: str) -> tuple[Tensor, Tensor]:
+    """Two matrices of the type that products of this precision have."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    shape, generator = (PRODUCT_SIZE, PRODUCT_SIZE), torch.Generator().manual_seed(0)
+    left, right = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
+    return left, right
 
 
 def loss_chunk(architecture: Architecture, setting: Setting, device_type: str) -> int:
@@ -340,6 +364,7 @@ COLUMNS = (
     "ours tok/s",
     "peer tok/s",
     "ratio (spread)",
+    "share of a product",
     "peak ours / peer",
     "largest loss difference",
 )
@@ -356,6 +381,7 @@ def cells(result: Result) -> list[str]:
         f"{result.ours_tokens_per_s:,.0f}",
         f"{result.peer_tokens_per_s:,.0f}",
         f"{result.ratio:.2f} ({low:.2f} to {high:.2f})",
+        f"{result.share_of_product:.0%} of {result.product_flops_per_s / 1e12:.2f} TFLOP/s",
         f"{result.ours_peak_bytes / 2**20:,.0f} / {result.peer_peak_bytes / 2**20:,.0f} MiB",
         f"{result.largest_loss_difference:.1e}",
     ]
