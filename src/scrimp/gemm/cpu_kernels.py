@@ -11,6 +11,7 @@ Method   Two passes over memory. The first finds the largest magnitude of each g
          bfloat16 is read and written as the upper half of a float32's bits. Magnitudes are compared as integers, in
          which order NaN lies above infinity, so that it is seen. The bits are those of `scrimp.formats`. Each kernel
          takes a range of rows; `cpu_passes` runs them over tensors.
+Stubs    Functions that raise NotImplementedError are names: Numba puts in their place what `overload` gives for a type.
 Cache    Compiled at first use, a second or two for each kernel and type, and kept in the user's cache folder.
 Limits   LLVM fuses no multiplication with an addition here: sums round as they do in torch.
 Checked  tests/gemm/test_numba_backend.py, against the reference bit for bit
@@ -229,68 +230,41 @@ def e4m3_scales(
             encode[i, j] = np.float32(0.0) if value == 0 else reciprocal / value
 
 
-def _at(scales: Any, j: Any) -> Any:
-    """One number's scale: that of its place, or the one that all of a piece share."""
+def _taken(x: Any, index: Any) -> Any:
+    """What lies there in x; None of None."""
     raise NotImplementedError
 
 
-@overload(_at, inline="always")
-def _at_of(scales: Any, j: Any) -> Any:
-    def own(scales: Any, j: Any) -> Any:
-        return scales[j]
+@overload(_taken, inline="always")
+def _taken_of(x: Any, index: Any) -> Any:
+    def found(x: Any, index: Any) -> Any:
+        return x[index]
 
-    def shared(scales: Any, j: Any) -> Any:
-        return scales
-
-    return own if isinstance(scales, types.Array) else shared
-
-
-def _row(matrix: Any, i: Any) -> Any:
-    """A row; None of None."""
-    raise NotImplementedError
-
-
-@overload(_row, inline="always")
-def _row_of(matrix: Any, i: Any) -> Any:
-    def found(matrix: Any, i: Any) -> Any:
-        return matrix[i]
-
-    def nothing(matrix: Any, i: Any) -> Any:
+    def nothing(x: Any, index: Any) -> Any:
         return None
 
-    return nothing if isinstance(matrix, types.NoneType) else found
-
-
-def _part(row: Any, begin: Any, end: Any) -> Any:
-    """A part of a row; None of None."""
-    raise NotImplementedError
-
-
-@overload(_part, inline="always")
-def _part_of(row: Any, begin: Any, end: Any) -> Any:
-    def found(row: Any, begin: Any, end: Any) -> Any:
-        return row[begin:end]
-
-    def nothing(row: Any, begin: Any, end: Any) -> Any:
-        return None
-
-    return nothing if isinstance(row, types.NoneType) else found
+    return nothing if isinstance(x, types.NoneType) else found
 
 
 def _times(v: Any, scales: Any, j: Any) -> Any:
-    """A number times its scale; of None itself."""
+    """A number times the scale of its place, or the one that all of a piece share; of None itself."""
     raise NotImplementedError
 
 
 @overload(_times, inline="always")
 def _times_of(v: Any, scales: Any, j: Any) -> Any:
-    def scaled(v: Any, scales: Any, j: Any) -> Any:
-        return v * _at(scales, j)
+    def by_own(v: Any, scales: Any, j: Any) -> Any:
+        return v * scales[j]
+
+    def by_shared(v: Any, scales: Any, j: Any) -> Any:
+        return v * scales
 
     def same(v: Any, scales: Any, j: Any) -> Any:
         return v
 
-    return same if isinstance(scales, types.NoneType) else scaled
+    if isinstance(scales, types.NoneType):
+        return same
+    return by_own if isinstance(scales, types.Array) else by_shared
 
 
 @_compiled()
@@ -318,7 +292,7 @@ def to_values(
     """Rounded numbers times their scales (no scales: None), in the type of `out`."""
     (r, c), (hashes_of_rows, hashes) = groups, noise
     for i in range(first, last):
-        hash_of_row, by, back = _row(hashes_of_rows, i), encode[i // r], _row(decode, i // r)
+        hash_of_row, by, back = _taken(hashes_of_rows, i), encode[i // r], _taken(decode, i // r)
         if c == 1:
             own, found = x[i], out[i]
             for j in range(own.shape[0]):
@@ -326,8 +300,8 @@ def to_values(
                 found[j] = _narrow(_times(v, back, j), found)
             continue
         for group in range(by.shape[0]):
-            begin, end, scale = group * c, group * c + c, _row(back, group)
-            own, found, noise_of = x[i, begin:end], out[i, begin:end], _part(hashes, begin, end)
+            begin, end, scale = group * c, group * c + c, _taken(back, group)
+            own, found, noise_of = x[i, begin:end], out[i, begin:end], _taken(hashes, slice(begin, end))
             for j in range(own.shape[0]):
                 v = _quantized(_wide(own[j]), by[group], rule, hash_of_row, noise_of, j)
                 found[j] = _narrow(_times(v, scale, j), found)
@@ -353,7 +327,7 @@ def to_codes(
     """Codes of rounded numbers, one a byte."""
     (r, c), (hashes_of_rows, hashes) = groups, noise
     for i in range(first, last):
-        hash_of_row, by = _row(hashes_of_rows, i), encode[i // r]
+        hash_of_row, by = _taken(hashes_of_rows, i), encode[i // r]
         if c == 1:
             own, found = x[i], out[i]
             for j in range(own.shape[0]):
@@ -361,7 +335,7 @@ def to_codes(
             continue
         for group in range(by.shape[0]):
             begin, end = group * c, group * c + c
-            own, found, noise_of = x[i, begin:end], out[i, begin:end], _part(hashes, begin, end)
+            own, found, noise_of = x[i, begin:end], out[i, begin:end], _taken(hashes, slice(begin, end))
             for j in range(own.shape[0]):
                 v = _quantized(_wide(own[j]), by[group], rule, hash_of_row, noise_of, j)
                 found[j] = _code_of(v, code)
@@ -390,7 +364,7 @@ def from_codes(codes: Any, first: int, last: int, groups: Any, table: Any, scale
         own = codes[i]
         for j in range(columns):
             row[j] = table[own[j]]
-        _finish_row(row, _row(scales, i // r), c, out[i])
+        _finish_row(row, _taken(scales, i // r), c, out[i])
 
 
 @_compiled()
@@ -405,7 +379,7 @@ def from_pairs(codes: Any, first: int, last: int, groups: Any, table: Any, scale
             row[2 * j + 1] = table[own[j] >> 4]
         if columns % 2:
             row[columns - 1] = table[own[columns // 2] & 15]
-        _finish_row(row, _row(scales, i // r), c, out[i])
+        _finish_row(row, _taken(scales, i // r), c, out[i])
 
 
 @_compiled()
@@ -429,7 +403,7 @@ def add_times_scales(x: Any, first: int, last: int, of_rows: Any, of_columns: An
     for i in range(first, last):
         found = total[i]
         for part in range(x.shape[0]):
-            own, columns = x[part, i], _row(of_columns, part)
+            own, columns = x[part, i], _taken(of_columns, part)
             by = _ONE if of_rows is None else of_rows[part, i]
             for j in range(found.shape[0]):
                 found[j] += _times(_wide(own[j]) * by, columns, j)
