@@ -13,6 +13,7 @@ from scrimp.study import estimate
 from scrimp.study.announce import announcement, visible_text
 from scrimp.study.comparisons import visible_difference
 from scrimp.study.estimate import places_here, probe_all, seconds_of, steps_left, threads_of, with_micro_batch
+from scrimp.study.job import Job
 
 PROBES = dict.fromkeys("abc", PROBE)  # 2 s until the first step, 0.5 s each of 8 steps
 
@@ -95,6 +96,28 @@ def test_each_cost_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest
     (tmp_path / estimate.PROBES).write_text("damaged")
     probe_all(study, tmp_path, 1, said.append, trusts=False)
     assert probed == ["a", "a", "a"]
+
+
+@pytest.mark.parametrize("trunk", ["", "[trunk]\ntrain.steps = 4\n"])
+def test_a_run_that_goes_on_is_probed_without_what_only_such_a_run_can_have(
+    trunk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class BegunError(Exception):
+        """The probe's run would begin now, with these settings."""
+
+    def begin(job: Job) -> None:
+        raise BegunError(job.settings)
+
+    monkeypatch.setattr(estimate, "Process", begin)
+    base = "" if trunk else 'model.weights = "run:a"\n'
+    study = study_of(
+        tail=trunk + f'[[variants]]\nname = "on"\n{base}adapter.rank = 4\noptimizer.from_weights = false\n'
+    )
+    with pytest.raises(BegunError) as begun:
+        estimate._probe(study, study.named("on"), 1, trusts=False)
+    (settings,) = begun.value.args
+    assert "train.steps" in settings
+    assert not {"model.weights", "adapter.rank", "optimizer.from_weights"} & set(settings)
 
 
 def test_variants_that_would_read_other_data_are_refused(

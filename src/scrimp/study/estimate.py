@@ -268,6 +268,9 @@ def _probe(study: Study, variant: Variant, threads: int, *, trusts: bool) -> Pro
     if study.trunk is not None:  # of the same sizes, but it need not be there yet
         settings |= {key: value for key, value in study.trunk.settings.items() if key.startswith("model.")}
     settings = _without_needed(study, variant, settings)
+    if "model.weights" not in settings:  # what only a run that goes on from other weights can have
+        alone = ("adapter.", "optimizer.from_weights")
+        settings = {key: value for key, value in settings.items() if not key.startswith(alone)}
     if study.trunk is not None:
         settings["data.vocab_size"] = study.trunk.settings.get("data.vocab_size")
     settings |= {"evaluation.every": 0, "checkpoint.every": 0, "checkpoint.keep_every": 0}
