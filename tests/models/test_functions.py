@@ -1,15 +1,17 @@
-"""RMSNorm and SwiGLU, hand-written and plain, against their formulas in float64."""
+"""RMSNorm and gates, by kernels, by hand-written operators and plain, against their formulas in float64."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from scrimp.models import functions
-from scrimp.models.functions import geglu, rms_norm, swiglu
+from scrimp.cpu import operators_alone
+from scrimp.models.functions import geglu, plain_operations, rms_norm, swiglu
 
 
 def norm_formula(x: Tensor, weight: Tensor) -> Tensor:
@@ -36,7 +38,15 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[
     "swiglu": (swiglu, swiglu_formula, [(2, 5, 24)]),
     "geglu": (geglu, geglu_formula, [(2, 5, 24)]),
 }
-PATHS = pytest.mark.parametrize("plain", [False, True], ids=["cpu function", "plain operations"])
+
+
+def plain() -> contextlib.AbstractContextManager[None]:
+    return plain_operations(lambda x, weight, eps: F.rms_norm(x, x.shape[-1:], weight, eps))
+
+
+Way = Callable[[], contextlib.AbstractContextManager[None]]
+WAYS: list[Way] = [contextlib.nullcontext, operators_alone, plain]
+by_each_way = pytest.mark.parametrize("way", WAYS, ids=["kernels", "operators", "plain operations"])
 
 
 def check(
@@ -62,29 +72,23 @@ def check(
     return out
 
 
-@PATHS
+@by_each_way
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_equal_the_formula(
-    name: str, plain: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if plain:
-        monkeypatch.setattr(functions, "uses_cpu_functions", lambda x: False)
-    check(name, [torch.float32, torch.float32], 1e-6)
+def test_values_and_gradients_equal_the_formula(name: str, way: Way) -> None:
+    with way():
+        check(name, [torch.float32, torch.float32], 1e-6)
 
 
-@PATHS
+@by_each_way
 @pytest.mark.parametrize("name", CASES)
-def test_bf16_is_rounded_and_not_worse(name: str, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if plain:
-        monkeypatch.setattr(functions, "uses_cpu_functions", lambda x: False)
-    assert check(name, [torch.bfloat16, torch.bfloat16], 0.01).dtype == torch.bfloat16
+def test_bf16_is_rounded_and_not_worse(name: str, way: Way) -> None:
+    with way():
+        assert check(name, [torch.bfloat16, torch.bfloat16], 0.01).dtype == torch.bfloat16
 
 
-@PATHS
-def test_autocast_hands_on_its_type_but_sums_in_float32(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if plain:
-        monkeypatch.setattr(functions, "uses_cpu_functions", lambda x: False)
-    with torch.autocast("cpu", torch.bfloat16):
+@by_each_way
+def test_autocast_hands_on_its_type_but_sums_in_float32(way: Way) -> None:
+    with way(), torch.autocast("cpu", torch.bfloat16):
         assert check("norm", [torch.float32, torch.float32], 0.005).dtype == torch.bfloat16
         assert check("norm of heads", [torch.bfloat16, torch.float32], 0.01).dtype == torch.bfloat16
 
@@ -114,3 +118,37 @@ def test_gradients_of_expanded_and_transposed_layouts_are_right() -> None:
     (rms_norm(y.T, weight, 1e-3).T * torch.arange(24.0).view(6, 4)).sum().backward()
     (norm_formula(exact.T, torch.ones(6)).T * torch.arange(24.0).view(6, 4)).sum().backward()
     torch.testing.assert_close(y.grad, exact.grad, check_dtype=False, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_not_finite_comes_out_of_kernels_as_out_of_operators(
+    name: str,
+) -> None:
+    function, _, shapes = CASES[name]
+    found = []
+    for way in (contextlib.nullcontext(), operators_alone()):
+        with way:
+            inputs = [torch.randn(s, generator=torch.Generator().manual_seed(1)) for s in shapes]
+            for place, number in enumerate([float("nan"), float("inf"), -float("inf"), 3e38, -300.0, 1e-40]):
+                inputs[0].view(-1, shapes[0][-1])[place, place] = number
+            for x in inputs:
+                x.requires_grad_()
+            out = function(*inputs)
+            out.sum().backward()
+            found.append([out.detach(), *(x.grad for x in inputs)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def test_threads_change_nothing() -> None:
+    x, weight = torch.randn(513, 200), torch.randn(200)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            given = [one.clone().requires_grad_() for one in (x, weight)]
+            (norm(*given) * x).sum().backward()
+            found.append([one.grad for one in given])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from decoder_reference import summed_loss
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 from property_tests import examples
 from torch import Tensor
 
+from scrimp.cpu import operators_alone
+from scrimp.objectives import cross_entropy
 from scrimp.objectives.cross_entropy import cross_entropy_sums
 
 
@@ -47,6 +51,26 @@ def test_any_chunk_gives_the_loss_and_gradients_spelled_out(
     assert weight.grad is not None
     torch.testing.assert_close(hidden.grad.double(), grad_hidden.expand_as(hidden), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(weight.grad.double(), grad_weight.expand_as(weight), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_kernel_gives_what_operators_give(dtype: torch.dtype, training: bool) -> None:
+    logits = (6 * torch.randn(9, 1003, generator=torch.Generator().manual_seed(0))).to(dtype)
+    for row, number in enumerate([float("nan"), float("inf"), -float("inf"), 300.0, -300.0]):
+        logits[row, 7] = number
+    targets = torch.tensor([3, 3, 3, 3, 3, 7, 1002, 0, -100])
+    arguments = targets, (targets >= 0)[:, None], 1e-3, training, None, None
+    found = []
+    for way in (contextlib.nullcontext(), operators_alone()):
+        gradient, each = logits.clone(), torch.empty(2, 9, 1)
+        with way:
+            sums = cross_entropy._losses(gradient, *arguments, each)
+        found.append([sums, gradient[:-1], each])  # the last row has no target: what multiplies it is 0
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-5 if dtype == torch.float32 else 0.01, atol=1e-6, equal_nan=True
+        )
 
 
 def test_all_targets_ignored_is_zero_loss_and_zero_gradients() -> None:

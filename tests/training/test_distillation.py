@@ -37,7 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_loss_that_is_shown_is_that_of_the_text(folder: Path) -> None:
     plain, taught = losses(folder / "plain"), losses(folder / "taught")
-    assert taught[1] == plain[1]
+    assert taught[1] == pytest.approx(
+        plain[1], rel=1e-6
+    )  # a kernel has no teachers: operators round otherwise
     assert taught[2] != plain[2]
 
 

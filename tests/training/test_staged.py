@@ -251,7 +251,7 @@ def test_python_and_ranks_train_stages_too(tmp_path: Path) -> None:
         )
     }
     values: dict[str, Any] = {key.replace("-", "_"): value for key, value in settings.items()}
-    numbers = {key: json.loads(value) for key, value in values.items() if value[0].isdigit()}
+    numbers = {key: json.loads(value) for key, value in values.items() if value[:1].isdigit()}
     values |= numbers | {"run.dir": str(tmp_path / "alone")}
     values["layout.search"] = False
     values.pop("layout.no_search")

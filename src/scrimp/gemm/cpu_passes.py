@@ -1,21 +1,15 @@
 """Quantizing passes over whole tensors on a CPU: what `cpu_kernels` does to rows, in as many threads as torch has.
 
-Threads  Kernels let go of Python's lock; `_by_rows` gives torch's number of threads a range of rows each.
-Cache    Numba writes what it has compiled without a lock: processes that compile at once would spoil each other's
-         files, so one waits for the other.
+Threads  as in `scrimp.cpu.rows`.
 Limits   Tensors without memory get results of the right sizes, and no kernel runs: a trace counts the same bytes.
 Checked  tests/gemm/test_numba_backend.py, against the reference bit for bit
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import itertools
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -23,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from scrimp.files import folder_lock
+from scrimp.cpu.rows import as_numpy, by_rows
 from scrimp.formats.codes import BYTES
 from scrimp.formats.codes import decode as decode_codes
 from scrimp.formats.grouping import Groups
@@ -35,18 +29,10 @@ from scrimp.tracing import has_memory
 if TYPE_CHECKING:
     from scrimp.gemm.backends.block_sums import Part
 
-FEW = 2**15
-"""Numbers that one thread is through with before another has begun."""
 AT_ONCE = 4
 """Products of a sum that are added in one pass over it."""
 _CHUNK = 64
 """Rows of which one pass finds the largest of each column, where groups span more."""
-_TYPES: dict[torch.dtype, Any] = {
-    torch.float32: np.float32,
-    torch.bfloat16: np.int16,
-    torch.int32: np.int32,
-    torch.uint8: np.uint8,
-}
 
 
 def scaled_product(
@@ -67,8 +53,8 @@ def scaled_product(
         None if one is None else one.reshape(-1).expand(size).contiguous()
         for one, size in zip((of_rows, of_columns), shape, strict=True)
     ]
-    arrays = (None if one is None else _numpy(one) for one in scales)
-    _by_rows(cpu_kernels.times_scales, _numpy(product), *shape, *arrays, _numpy(out))
+    arrays = (None if one is None else as_numpy(one) for one in scales)
+    by_rows(cpu_kernels.times_scales, as_numpy(product), *shape, *arrays, as_numpy(out))
     return out
 
 
@@ -86,9 +72,11 @@ def add_products(total: Tensor, parts: Iterator[Part], count: int) -> None:
             None if of[0] is None else torch.stack(cast("list[Tensor]", of), out=buffer[: len(group)])
             for of, buffer in zip(of_parts, buffers, strict=True)
         ]
-        arrays = (None if one is None else _numpy(one) for one in scales)
+        arrays = (None if one is None else as_numpy(one) for one in scales)
         sizes = len(total), total.shape[1] * len(group)
-        _by_rows(cpu_kernels.add_times_scales, _numpy(products[: len(group)]), *sizes, *arrays, _numpy(total))
+        by_rows(
+            cpu_kernels.add_times_scales, as_numpy(products[: len(group)]), *sizes, *arrays, as_numpy(total)
+        )
 
 
 def largest_magnitudes(x: Tensor, groups: Groups) -> Tensor:
@@ -100,14 +88,14 @@ def largest_magnitudes(x: Tensor, groups: Groups) -> Tensor:
     Returns:
         float32 [ceil(R / r), ceil(C / c)].
     """
-    (num_rows, num_columns), numbers = x.shape, _numpy(x)
+    (num_rows, num_columns), numbers = x.shape, as_numpy(x)
     if groups.columns == 1:
         r = groups.rows if groups.rows < num_rows else min(num_rows, _CHUNK)
         found = torch.empty(-(-num_rows // r), num_columns, dtype=torch.int32)
-        _by_rows(cpu_kernels.largest_in_columns, numbers, len(found), r * num_columns, r, _numpy(found))
+        by_rows(cpu_kernels.largest_in_columns, numbers, len(found), r * num_columns, r, as_numpy(found))
         return (found if groups.rows == r else found.amax(0, keepdim=True)).view(torch.float32)
     found = torch.empty(num_rows, -(-num_columns // groups.columns), dtype=torch.int32)
-    _by_rows(cpu_kernels.largest_in_rows, numbers, num_rows, num_columns, groups.columns, _numpy(found))
+    by_rows(cpu_kernels.largest_in_rows, numbers, num_rows, num_columns, groups.columns, as_numpy(found))
     if groups.rows > 1:
         pad = -num_rows % groups.rows
         found = (F.pad(found, (0, 0, 0, pad)) if pad else found).unflatten(0, (-1, groups.rows)).amax(1)
@@ -124,21 +112,21 @@ def scales_of(
     no_clip: bool,
 ) -> GroupScales:
     """What `scrimp.formats.scales.scales_of` gives, of magnitudes [A, B] in float32; `lift` by `scales.lift_of`."""
-    decode, numbers, size = torch.empty_like(amax), _numpy(amax), amax.shape
+    decode, numbers, size = torch.empty_like(amax), as_numpy(amax), amax.shape
     largest = np.float32(element.max_value)
     if kind.scale_type == "fp32":
-        _by_rows(cpu_kernels.fp32_scales, numbers, *size, largest, _numpy(decode))
+        by_rows(cpu_kernels.fp32_scales, numbers, *size, largest, as_numpy(decode))
         return GroupScales(decode, decode, decode)
     stored, encode = torch.empty(size, dtype=torch.uint8), torch.empty_like(amax)
-    results = _numpy(stored), _numpy(decode), _numpy(encode)
+    results = as_numpy(stored), as_numpy(decode), as_numpy(encode)
     if tensor_scale is None:
         top = np.int32(element.max_exponent)
-        _by_rows(cpu_kernels.e8m0_scales, numbers, *size, largest, top, no_clip, results)
+        by_rows(cpu_kernels.e8m0_scales, numbers, *size, largest, top, no_clip, results)
         return GroupScales(stored, decode, encode)
     if has_memory(amax):
         scale = np.float32(tensor_scale.item())
         reciprocal = np.float32(1.0) / (scale * np.float32(lift))
-        _by_rows(cpu_kernels.e4m3_scales, numbers, *size, scale, reciprocal, no_clip, results)
+        by_rows(cpu_kernels.e4m3_scales, numbers, *size, scale, reciprocal, no_clip, results)
     return GroupScales(stored.view(torch.float8_e4m3fn), decode, encode)
 
 
@@ -164,17 +152,17 @@ def rounded_values(
         hashes: of rows and of columns, for stochastic rounding; None: to nearest.
     """
     out = torch.empty(x.shape, dtype=carrier)
-    _by_rows(
+    by_rows(
         cpu_kernels.to_values,
-        _numpy(x),
+        as_numpy(x),
         len(x),
         x.shape[1],
         (groups.rows, groups.columns),
-        _numpy(encode),
-        None if decode is None else _numpy(decode),
+        as_numpy(encode),
+        None if decode is None else as_numpy(decode),
         _rule(element, is_divided, lift, hashes is not None),
-        (None, None) if hashes is None else (_numpy(hashes[0]), _numpy(hashes[1])),
-        _numpy(out),
+        (None, None) if hashes is None else (as_numpy(hashes[0]), as_numpy(hashes[1])),
+        as_numpy(out),
     )
     return out
 
@@ -202,17 +190,17 @@ def rounded_codes(
         # E2M1 and integers have no NaN.
         np.int32(0x7F if element.bits == 8 and not is_integer else 0),
     )
-    _by_rows(
+    by_rows(
         cpu_kernels.to_codes,
-        _numpy(x),
+        as_numpy(x),
         len(x),
         x.shape[1],
         (groups.rows, groups.columns),
-        _numpy(encode),
+        as_numpy(encode),
         _rule(element, is_divided, lift, hashes is not None),
-        (None, None) if hashes is None else (_numpy(hashes[0]), _numpy(hashes[1])),
+        (None, None) if hashes is None else (as_numpy(hashes[0]), as_numpy(hashes[1])),
         code,
-        _numpy(out),
+        as_numpy(out),
     )
     return out
 
@@ -236,10 +224,10 @@ def values_of(
     kernel = cpu_kernels.from_pairs if element.bits == 4 else cpu_kernels.from_codes
     if not has_memory(payload):
         return out
-    table = _numpy(_values_of_codes(element))
-    codes, of_groups = _numpy(payload.view(torch.uint8)), None if scales is None else _numpy(scales)
-    numbers = (groups.rows, groups.columns), table, of_groups, _numpy(out)
-    _by_rows(kernel, codes, len(out), length, *numbers)
+    table = as_numpy(_values_of_codes(element))
+    codes, of_groups = as_numpy(payload.view(torch.uint8)), None if scales is None else as_numpy(scales)
+    numbers = (groups.rows, groups.columns), table, of_groups, as_numpy(out)
+    by_rows(kernel, codes, len(out), length, *numbers)
     return out
 
 
@@ -256,71 +244,3 @@ def _rule(element: Element, is_divided: bool, lift: float, is_stochastic: bool) 
     unit = 2.0**-element.mantissa_bits if is_stochastic else 1.5 * 2.0 ** (23 - element.mantissa_bits)
     numbers = (lift, element.max_value, 2.0**element.min_exponent, unit)
     return (is_divided, *(np.float32(one) for one in numbers))
-
-
-def _numpy(x: Tensor) -> Any:
-    """The same memory, while the tensor lives; bfloat16, which numpy has not, as int16. A tensor without memory itself.
-
-    `Tensor.numpy` would tell the storage for good that it may not be resized, as FSDP does with weights that it frees.
-    """
-    if not has_memory(x):
-        return x
-    assert x.is_contiguous()
-    memory: Any = (ctypes.c_byte * x.nbytes).from_address(x.data_ptr()) if x.numel() else b""
-    return np.frombuffer(memory, _TYPES[x.dtype]).reshape(x.shape)
-
-
-def _by_rows(kernel: Callable[..., None], x: Any, rows: int, numbers: int, *arguments: Any) -> None:
-    """A kernel over all rows, in as many threads as torch has.
-
-    Args:
-        numbers: of one row, or of what stands for one.
-    """
-    if isinstance(x, Tensor):  # without memory: `_numpy` left it as it was
-        return
-    _compile(kernel, x, arguments)
-    threads = max(1, min(torch.get_num_threads(), rows, rows * numbers // FEW))
-    if threads == 1:
-        kernel(x, 0, rows, *arguments)
-        return
-    bounds = [rows * part // threads for part in range(threads + 1)]
-    parts = [
-        _pool().submit(kernel, x, begin, end, *arguments) for begin, end in itertools.pairwise(bounds[1:])
-    ]
-    try:
-        kernel(x, 0, bounds[1], *arguments)
-    finally:
-        for part in parts:  # whatever ends this call: they write into memory that its caller would let go of
-            part.exception()
-    for part in parts:
-        part.result()
-
-
-def _compile(kernel: Callable[..., None], x: Any, arguments: tuple[Any, ...]) -> None:
-    """Compile a kernel for these types, or read it from the cache, while no other process does."""
-    key = (kernel, _types_of(x), _types_of(arguments))
-    if key in _COMPILED:
-        return
-    with (
-        contextlib.nullcontext()
-        if cpu_kernels.CACHE is None
-        else folder_lock(cpu_kernels.CACHE, lambda: None)
-    ):
-        kernel(x, 0, 0, *arguments)
-    _COMPILED.add(key)
-
-
-_COMPILED: set[Any] = set()
-
-
-def _types_of(value: Any) -> Any:
-    """What Numba compiles for: the types of a value's parts."""
-    if isinstance(value, tuple):
-        return tuple(_types_of(one) for one in value)
-    return (value.dtype.str, value.ndim) if isinstance(value, np.ndarray) else type(value)
-
-
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    """Its threads begin when they are first needed."""
-    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="scrimp-quantize")

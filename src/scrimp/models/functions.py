@@ -4,8 +4,9 @@ Problem  Between the GEMMs every operation reads and writes whole activations. W
          plain tensor operations, autograd also saves each intermediate result: RMSNorm keeps
          three tensors of the size of its input, SwiGLU keeps two more than it needs.
 Method   On CUDA and under torch.compile both are plain operations, which there are fused.
-         On the CPU each is one autograd function that works in place on its own buffers and
-         saves its inputs alone (plus one number per token).
+         On the CPU each is one autograd function that saves its inputs alone (plus one number per
+         token). Where Numba is installed, one kernel each way reads and writes every number once
+         (`cpu_passes`); else, and in other types than theirs, operators work in place.
 
          RMSNorm, with r = 1 / sqrt(mean(x^2) + eps), y = x r w, and dy the incoming gradient:
 
@@ -22,7 +23,7 @@ Method   On CUDA and under torch.compile both are plain operations, which there 
 Types    Norms compute in float32 whatever the type of x. Under autocast the result is cast
          to autocast's type at once, because only GEMMs read it.
 Limits   No second derivatives on the CPU path.
-Checked  tests/models/test_functions.py: both paths against float64.
+Checked  tests/models/test_functions.py: all paths against float64.
 
 Shapes: ... any leading dimensions, S tokens (all leading dimensions as one), D width, F ffn width.
 """
@@ -32,14 +33,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from scrimp.cpu import TYPES
 from scrimp.gemm import Gate, compute_dtype
+from scrimp.models import cpu_passes
 
 FusedNorm = Callable[[Tensor, Tensor, float], Tensor]
 """A function of x, weight and eps that stands for CUDA's kernel."""
@@ -125,31 +128,44 @@ GATES: dict[Gate, Callable[[Tensor], Tensor]] = {"silu": swiglu, "gelu": geglu}
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        if cpu_passes.can_take(x, weight) and dtype in TYPES:
+            y_SD, r_S = cpu_passes.norm(_rows(x), weight.contiguous(), eps, dtype)
+            ctx.save_for_backward(x, weight, r_S)
+            return y_SD.view(x.shape)
         x_SD = at_least_float32(x).reshape(-1, x.shape[-1])
         norm_S1: Tensor = torch.linalg.vector_norm(x_SD, dim=-1, keepdim=True)
         r_S1 = norm_S1.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
         y_SD = (x_SD * r_S1).mul_(weight)
-        ctx.save_for_backward(x, weight, r_S1)
+        ctx.save_for_backward(x, weight, r_S1[:, 0])
         return y_SD.view(x.shape).to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, r_S1 = ctx.saved_tensors
-        x_SD = at_least_float32(x).reshape(-1, x.shape[-1])
+        x, weight, r_S = ctx.saved_tensors
+        if cpu_passes.can_take(x, weight, grad_y):
+            dx_SD, dw_D = cpu_passes.norm_gradients(_rows(x), weight.contiguous(), _rows(grad_y), r_S)
+            return dx_SD.view(x.shape), dw_D.to(weight.dtype), None, None
+        x_SD, r_S1 = at_least_float32(x).reshape(-1, x.shape[-1]), r_S[:, None]
         w_D = at_least_float32(weight)
         dy_SD = grad_y.reshape(x_SD.shape).to(x_SD.dtype)
         product_SD = dy_SD * x_SD
         dot_S = torch.mv(product_SD, w_D)
-        grad_weight = torch.mv(product_SD.T, r_S1[:, 0]) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.mv(product_SD.T, r_S) if ctx.needs_input_grad[1] else None
         factor_S1 = r_S1.pow(3).mul_(dot_S[:, None]).mul_(-1 / x.shape[-1])
         grad_x = torch.mul(dy_SD, w_D, out=product_SD).mul_(r_S1).addcmul_(x_SD, factor_S1)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_x.view(x.shape).to(x.dtype), grad_weight, None, None
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
 class _Gated(torch.autograd.Function):
     """act(gate) * up."""
+
+    kernel: Literal["swiglu", "geglu"]
 
     @staticmethod
     def act(gate: Tensor) -> Tensor:
@@ -161,14 +177,18 @@ class _Gated(torch.autograd.Function):
 
     @classmethod
     def forward(cls, ctx: Any, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
         ctx.save_for_backward(gate_up)
+        if cpu_passes.can_take(gate_up):
+            return cpu_passes.gated(cls.kernel, _rows(gate_up)).view(*gate_up.shape[:-1], -1)
+        gate, up = gate_up.chunk(2, dim=-1)
         return cls.act(gate).mul_(up)
 
     @classmethod
     @once_differentiable
     def backward(cls, ctx: Any, grad_y: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
+        if cpu_passes.can_take(gate_up, grad_y):
+            return cpu_passes.gated_gradient(cls.kernel, _rows(gate_up), _rows(grad_y)).view(gate_up.shape)
         gate, up = gate_up.chunk(2, dim=-1)
         grad = torch.empty_like(gate_up)
         grad_gate, grad_up = grad.chunk(2, dim=-1)
@@ -180,6 +200,8 @@ class _Gated(torch.autograd.Function):
 
 
 class _SwiGLU(_Gated):
+    kernel = "swiglu"
+
     @staticmethod
     def act(gate: Tensor) -> Tensor:
         return F.silu(gate)
@@ -190,6 +212,8 @@ class _SwiGLU(_Gated):
 
 
 class _GeGLU(_Gated):
+    kernel = "geglu"
+
     @staticmethod
     def act(gate: Tensor) -> Tensor:
         return F.gelu(gate, approximate="tanh")

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from scrimp.config.architecture import RopeScaling
+from scrimp.models import cpu_passes
 from scrimp.models.spec import Rope
 
 
@@ -77,11 +78,14 @@ def rotate(x: Tensor, cos_T1K: Tensor, sin_T1K: Tensor) -> Tensor:
 
 
 def rotate_into(out: Tensor, x: Tensor, cos_T1K: Tensor, sin_T1K: Tensor, *, back: bool = False) -> None:
-    """Write `rotate(x)` to out, which must not share memory with x; one pass and two half passes.
+    """Write `rotate(x)` to out, which must not share memory with x; one pass, or one and two half passes.
 
     Args:
         back: turn the other way, which is the gradient of a turn.
     """
+    if cpu_passes.can_rotate(out, x, cos_T1K):
+        cpu_passes.rotate_into(out, x, cos_T1K, sin_T1K, back=back)
+        return
     # Reduced types are turned in the tables' float32 and rounded once.
     wide = x if x.dtype == cos_T1K.dtype else x.to(cos_T1K.dtype)
     target = out if out.dtype == wide.dtype else torch.empty_like(wide)

@@ -45,18 +45,20 @@ Shapes: S tokens (B*T), D width, V vocabulary; a chunk has Q of the S tokens, a 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from scrimp.cpu import TYPES, has_kernels
 from scrimp.data import IGNORED
 from scrimp.formats.grouping import cut
 from scrimp.gemm import HeadGemms, PlannedLayer, compute_dtype, kernels
 from scrimp.gemm.backends.operands import has_triton
 from scrimp.gemm.kernels.launch import INPUT_TYPES, may_run
-from scrimp.models.functions import at_least_float32, float32_or_wider
+from scrimp.models.functions import at_least_float32, float32_or_wider, runs_cpu_functions
 from scrimp.objectives.base import LossSums
 from scrimp.objectives.cut_vocabulary import CutVocabulary
 from scrimp.objectives.soft_targets import SoftTargets, Taught
@@ -203,8 +205,9 @@ def _losses(
     rows = max(1, BLOCK_ELEMENTS.get(logits_QV.device.type, 2**26) // logits_QV.shape[1])
     if vocabulary is not None:
         return vocabulary.losses(logits_QV, targets_Q, real_Q1, z_loss, training, rows=rows)
-    if taught is None and _has_kernel(logits_QV):
-        losses_Q2 = kernels.cross_entropy(logits_QV, targets_Q, z_loss, training=training)
+    kernel = None if taught is not None else _kernel_for(logits_QV)
+    if kernel is not None:
+        losses_Q2 = kernel(logits_QV, targets_Q, z_loss, training=training)
         if each_2Q1 is not None:
             each_2Q1.copy_(losses_Q2.T[:, :, None])
         return losses_Q2.sum(0)
@@ -219,10 +222,15 @@ def _losses(
     return sums_B2.sum(0)
 
 
-def _has_kernel(logits_QV: Tensor) -> bool:
-    return (
-        logits_QV.is_cuda and logits_QV.dtype in INPUT_TYPES and has_triton() and _may_run(logits_QV.device)
-    )
+def _kernel_for(logits_QV: Tensor) -> Callable[..., Tensor] | None:
+    """What does all in one kernel there; None: nothing."""
+    device, dtype = logits_QV.device, logits_QV.dtype
+    if device.type == "cpu" and dtype in TYPES and has_kernels() and runs_cpu_functions():
+        from scrimp.objectives import cpu_loss  # Numba takes half a second to import
+
+        return cpu_loss.losses
+    has_kernel = logits_QV.is_cuda and dtype in INPUT_TYPES and has_triton() and _may_run(device)
+    return kernels.cross_entropy if has_kernel else None
 
 
 @functools.cache

@@ -11,13 +11,13 @@ Checked  tests/gemm/test_numba_backend.py
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from scrimp.cpu import TYPES, has_numba
 from scrimp.formats import QuantizedTensor
 from scrimp.formats import scales as scale_rules
 from scrimp.formats.codes import BYTES
@@ -48,15 +48,6 @@ from scrimp.tracing import has_memory
 
 if TYPE_CHECKING:
     from types import ModuleType
-
-TYPES = (torch.float32, torch.bfloat16)
-"""What the kernels read."""
-
-
-@functools.cache
-def has_numba() -> bool:
-    """Whether numba is installed."""
-    return importlib.util.find_spec("numba") is not None
 
 
 @functools.cache

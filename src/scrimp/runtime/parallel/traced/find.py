@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from scrimp.cpu import operators_alone
 from scrimp.errors import ConfigError
 from scrimp.runtime.parallel.traced.axes import Axis
 from scrimp.runtime.parallel.traced.cutting import Sizes
@@ -48,9 +49,10 @@ def find(module: nn.Module, arguments: Sequence[Any], keywords: Mapping[str, Any
     """
     if ranks < 2:
         raise ConfigError("layers are shared by several ranks", got=f"{ranks} ranks", expected="at least 2")
-    twin, mode = twin_of(module)
-    traced = TracedModel(twin, trace(twin, mode, arguments, keywords), ranks)
-    return _Finding(traced, Proof(traced, mode, arguments, keywords)).plan()
+    with operators_alone():
+        twin, mode = twin_of(module)
+        traced = TracedModel(twin, trace(twin, mode, arguments, keywords), ranks)
+        return _Finding(traced, Proof(traced, mode, arguments, keywords)).plan()
 
 
 class _Finding:
