@@ -91,9 +91,11 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, by head; of short rows in float32."""
     heads = layout.num_heads, layout.num_kv_heads, layout.num_kv_heads
-    given = [grad_BHTK, *qkv_BGTK.split(heads, dim=1), out_BHTK]
     if qkv_BGTK.shape[2] <= layout.widened_tokens:
-        given, mask = [x.float() for x in given], None if mask is None else mask.float()
+        # All of qkv at once: parts of it do not lie in one piece.
+        qkv_BGTK, grad_BHTK, out_BHTK = qkv_BGTK.float(), grad_BHTK.float(), out_BHTK.float()
+        mask = None if mask is None else mask.float()
+    given = (grad_BHTK, *qkv_BGTK.split(heads, dim=1), out_BHTK)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
         *given, lse, 0.0, mask is None, attn_mask=mask
     )
