@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("numba", reason="an extra of its own")
+
 from scrimp.cpu.rows import as_numpy, span_of
 
 FORK = """
@@ -25,7 +27,7 @@ assert torch.get_num_threads() == 1
 pid = os.fork()
 if pid == 0:
     os._exit(not torch.equal(run(), expected))
-sys.exit(os.waitpid(pid, 0)[1])
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 PROGRAM = """
 import sys
@@ -65,6 +67,13 @@ def test_memory_of_views_is_that_of_their_numbers() -> None:
     assert span_of(x[:, 1:, 2:]).tolist() == list(range(6, 24))
     assert span_of(x.transpose(0, 2)[1:2]).tolist() == list(range(1, 22))
     assert span_of(x[:0]).size == 0
+
+
+def test_memory_is_there_as_long_as_an_array_is() -> None:
+    array = as_numpy(torch.full((100_000,), 7))
+    others = [torch.zeros(100_000, dtype=torch.long) for _ in range(4)]
+    assert (array == 7).all()
+    assert not any(one.any() for one in others)
 
 
 def test_a_tensor_without_memory_is_given_back() -> None:

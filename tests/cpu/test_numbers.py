@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+
+pytest.importorskip("numba", reason="an extra of its own")
 
 from scrimp.cpu.numbers import compiled, exponential, narrow, wide
 

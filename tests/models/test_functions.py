@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_ways import BOTH, Way
 from torch import Tensor
 
 from scrimp.cpu import operators_alone
@@ -44,9 +45,7 @@ def plain() -> contextlib.AbstractContextManager[None]:
     return plain_operations(lambda x, weight, eps: F.rms_norm(x, x.shape[-1:], weight, eps))
 
 
-Way = Callable[[], contextlib.AbstractContextManager[None]]
-WAYS: list[Way] = [contextlib.nullcontext, operators_alone, plain]
-by_each_way = pytest.mark.parametrize("way", WAYS, ids=["kernels", "operators", "plain operations"])
+by_each_way = pytest.mark.parametrize("way", [*BOTH, plain], ids=["kernels", "operators", "plain operations"])
 
 
 def check(
@@ -126,8 +125,8 @@ def test_what_is_not_finite_comes_out_of_kernels_as_out_of_operators(
 ) -> None:
     function, _, shapes = CASES[name]
     found = []
-    for way in (contextlib.nullcontext(), operators_alone()):
-        with way:
+    for way in BOTH:
+        with way():
             inputs = [torch.randn(s, generator=torch.Generator().manual_seed(1)) for s in shapes]
             for place, number in enumerate([float("nan"), float("inf"), -float("inf"), 3e38, -300.0, 1e-40]):
                 inputs[0].view(-1, shapes[0][-1])[place, place] = number
@@ -140,15 +139,34 @@ def test_what_is_not_finite_comes_out_of_kernels_as_out_of_operators(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-def test_threads_change_nothing() -> None:
-    x, weight = torch.randn(513, 200), torch.randn(200)
+@pytest.mark.parametrize("name", CASES)
+def test_threads_change_nothing(name: str) -> None:
+    function, _, shapes = CASES[name]
+    sizes = [(513, 200), (200,)][: len(shapes)]
+    tensors = [torch.randn(size) for size in sizes]
     threads, found = torch.get_num_threads(), []
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            given = [one.clone().requires_grad_() for one in (x, weight)]
-            (norm(*given) * x).sum().backward()
-            found.append([one.grad for one in given])
+            given = [one.clone().requires_grad_() for one in tensors]
+            out = function(*given)
+            (out * tensors[0][:, : out.shape[1]]).sum().backward()
+            found.append([out.detach(), *(one.grad for one in given)])
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_gives_nothing(name: str) -> None:
+    """A rank whose experts no token chose has no rows."""
+    function, _, shapes = CASES[name]
+    inputs = [torch.empty(0, *shapes[0][1:]), *(torch.ones(shape) for shape in shapes[1:])]
+    expected, kept = [], [x.requires_grad_() for x in inputs]
+    for way in (contextlib.nullcontext, operators_alone):
+        with way():
+            out = function(*kept)
+            expected.append([out.shape, *torch.autograd.grad(out.sum(), kept)])
+    (ours, *mine), (theirs, *others) = expected
+    assert ours == theirs
+    assert all(torch.equal(one, two) for one, two in zip(mine, others, strict=True))

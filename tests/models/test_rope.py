@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from decoder_reference import FAMILIES, LLAMA, _frequencies
+from kernel_ways import BOTH, Way
 from torch import Tensor
 
 from scrimp.config.architecture import Architecture, RopeScaling
-from scrimp.cpu import operators_alone
 from scrimp.models import AttentionSpec, spec_of
 from scrimp.models.rope import frequencies, rope_tables, rotate, rotate_into
 
@@ -58,11 +56,9 @@ def test_tables_of_a_later_start_are_the_end_of_the_tables_from_zero() -> None:
         assert torch.equal(whole[17:], late)
 
 
-@pytest.mark.parametrize("way", [contextlib.nullcontext, operators_alone])
+@pytest.mark.parametrize("way", BOTH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_writing_into_a_buffer_equals_plain_rotation_and_back_undoes_it(
-    dtype: torch.dtype, way: Callable[[], contextlib.AbstractContextManager[None]]
-) -> None:
+def test_writing_into_a_buffer_equals_plain_rotation_and_back_undoes_it(dtype: torch.dtype, way: Way) -> None:
     tables = rope_tables(*ROPE, 0, 10, device=torch.device("cpu"))
     # Heads of a wider tensor, and tokens behind heads: neither lies in one piece.
     x = torch.randn(2, 10, 5, 8).to(dtype)[:, :, 1:4]
@@ -77,3 +73,12 @@ def test_writing_into_a_buffer_equals_plain_rotation_and_back_undoes_it(
 def test_a_factor_divides_every_frequency() -> None:
     rope, size = ROPE
     assert torch.equal(frequencies(replace(rope, factor=8.0), size) * 8, frequencies(rope, size))
+
+
+def test_tables_of_one_token_turn_all_as_operators_do() -> None:
+    x, tables = torch.randn(2, 5, 3, 8), rope_tables(*ROPE, 3, 4, device=torch.device("cpu"))
+    turned = torch.empty_like(x)
+    rotate_into(turned, x, *tables)
+    torch.testing.assert_close(turned, rotate(x, *tables))
+    with pytest.raises(RuntimeError):
+        rotate_into(turned, x, *rope_tables(*ROPE, 0, 4, device=torch.device("cpu")))

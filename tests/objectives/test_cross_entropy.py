@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from decoder_reference import summed_loss
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_ways import BOTH, Way
 from property_tests import examples
 from torch import Tensor
 
-from scrimp.cpu import operators_alone
 from scrimp.objectives import cross_entropy
 from scrimp.objectives.cross_entropy import cross_entropy_sums
 
@@ -62,15 +60,54 @@ def test_the_kernel_gives_what_operators_give(dtype: torch.dtype, training: bool
     targets = torch.tensor([3, 3, 3, 3, 3, 7, 1002, 0, -100])
     arguments = targets, (targets >= 0)[:, None], 1e-3, training, None, None
     found = []
-    for way in (contextlib.nullcontext(), operators_alone()):
+    for way in BOTH:
         gradient, each = logits.clone(), torch.empty(2, 9, 1)
-        with way:
+        with way():
             sums = cross_entropy._losses(gradient, *arguments, each)
         found.append([sums, gradient[:-1], each])  # the last row has no target: what multiplies it is 0
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(
             ours, theirs, rtol=1e-5 if dtype == torch.float32 else 0.01, atol=1e-6, equal_nan=True
         )
+
+
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+def test_the_kernel_is_as_exact_where_a_word_is_nearly_certain(offset: float) -> None:
+    """Far from 0 a loss must not be rounded as its logits are."""
+    logits = torch.randn(64, 500, generator=torch.Generator().manual_seed(1)) + offset
+    targets = torch.arange(64)
+    logits[targets, targets] += 14
+    exact = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none")
+    each = torch.empty(2, 64, 1)
+    with BOTH[0]():
+        cross_entropy._losses(logits, targets, (targets >= 0)[:, None], 0.0, True, None, None, each)
+    assert (each[0, :, 0] - exact).abs().max() < 2e-6
+    assert (logits[targets, targets] - torch.expm1(-exact)).abs().max() < 2e-6
+    assert logits.sum(1).abs().max() < 2e-6
+
+
+def test_threads_change_no_loss_and_targets_may_lie_apart() -> None:
+    logits, threads, found = torch.randn(50, 3001), torch.get_num_threads(), []
+    targets = torch.randint(0, 3001, (50, 2))[:, 1]
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            gradient, each = logits.clone(), torch.empty(2, 50, 1)
+            cross_entropy._losses(gradient, targets, (targets >= 0)[:, None], 1e-3, True, None, None, each)
+            found.append([gradient, each])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    torch.testing.assert_close(found[0][1][0, :, 0], expected)
+
+
+@pytest.mark.parametrize("way", BOTH)
+def test_a_target_that_is_no_word_is_refused(way: Way) -> None:
+    hidden, weight, targets = case()
+    targets[-1] = 31
+    with pytest.raises((IndexError, RuntimeError), match="31"), way():
+        cross_entropy_sums(hidden, weight, targets)
 
 
 def test_all_targets_ignored_is_zero_loss_and_zero_gradients() -> None:

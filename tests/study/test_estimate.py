@@ -118,6 +118,11 @@ def test_a_run_that_goes_on_is_probed_without_what_only_such_a_run_can_have(
     (settings,) = begun.value.args
     assert "train.steps" in settings
     assert not {"model.weights", "adapter.rank", "optimizer.from_weights"} & set(settings)
+    of_a_folder = study_of(tail='[[variants]]\nname = "on"\nmodel.weights = "folder"\nadapter.rank = 4\n')
+    with pytest.raises(BegunError) as begun:
+        estimate._probe(of_a_folder, of_a_folder.named("on"), 1, trusts=False)
+    (settings,) = begun.value.args
+    assert settings["adapter.rank"] == 4
 
 
 def test_variants_that_would_read_other_data_are_refused(

@@ -4,9 +4,10 @@ bfloat16     is read and written as int16, the upper half of a float32's bits.
 Exponential  e^x = 2^n e^r, with n = round(x / ln 2) and |r| <= ln 2 / 2, e^r by Cephes' polynomial: within 2 units in
              the last place, and without a branch, so that LLVM makes vectors of it. Below e^-87.3, where float32 has
              no normal numbers, it is 0; above e^88.37 infinity.
-Threads      `over_rows` and `over_exact_rows` compile loops over `numba.prange` for OpenMP, which is torch's own pool
-             of threads: threads of another pool would wait for torch's, which spin for some time after each operator.
-             Where Numba finds no OpenMP, loops are plain, and `rows` cuts them into pieces.
+Threads      `over_rows` and `over_exact_rows` compile loops over `numba.prange` for OpenMP, whose threads are torch's
+             own on Linux: threads of another pool would wait for torch's, which spin for some time after each operator.
+             Where Numba finds no OpenMP (on Linux the system's libgomp), loops are plain, and `rows` cuts them into
+             pieces.
 Stubs        Functions that raise NotImplementedError are names: Numba puts in their place what `overload` gives for
              a type.
 Cache        Compiled at first use, half a second to two for each kernel and type, and kept in the user's cache folder.
@@ -16,6 +17,7 @@ Checked      tests/cpu/test_numbers.py
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import os
 from pathlib import Path
@@ -66,10 +68,13 @@ OPENMP = _takes_openmp()
 def _cache_folder() -> Path | None:
     """Where compiled kernels are kept; None: nothing can be written there, and each process compiles its own.
 
-    Numba takes kernels with and without OpenMP for the same.
+    Numba looks at a kernel's own file alone: it would take one that was compiled with another version of this one, or
+    without OpenMP.
     """
     settings: Any = numba.config
-    folder = Path(settings.CACHE_DIR or user_cache() / "numba") / ("openmp" if OPENMP else "plain")
+    version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    name = f"{version}-{'openmp' if OPENMP else 'plain'}"
+    folder = Path(settings.CACHE_DIR or user_cache() / "numba") / name
     try:
         make_folder(folder)
     except StorageError:

@@ -2,7 +2,7 @@
 
 Threads  Kernels share their rows out themselves where Numba has OpenMP (`numbers`). Elsewhere `by_rows` gives threads
          of a pool a range of rows each; kernels let go of Python's lock.
-Forks    GNU's OpenMP ends a process whose parent has used it. In one the kernels are compiled without it.
+Forks    Numba ends a process whose parent has used GNU's OpenMP. In one the kernels are compiled without it.
 Cache    Numba writes what it has compiled without a lock: processes that compile at once would spoil each other's
          files, so one waits for the other.
 Limits   Tensors without memory get results of the right sizes, and no kernel runs: a trace counts the same bytes.
@@ -42,7 +42,7 @@ _TYPES: dict[torch.dtype, Any] = {
 
 
 def as_numpy(x: Tensor) -> Any:
-    """The same memory, while the tensor lives; bfloat16, which numpy has not, as int16. A tensor without memory itself.
+    """The same memory, which holds the tensor; bfloat16, which numpy has not, as int16. A tensor without memory itself.
 
     `Tensor.numpy` would tell the storage for good that it may not be resized, as FSDP does with weights that it frees.
     """
@@ -62,7 +62,9 @@ def span_of(x: Tensor) -> Any:
 
 def _memory(x: Tensor, count: int) -> Any:
     size = count * x.element_size()
-    memory: Any = (ctypes.c_byte * size).from_address(x.data_ptr()) if size else b""
+    memory: Any = (ctypes.c_byte * size).from_address(x.data_ptr()) if size else bytearray()
+    if size:
+        memory.tensor = x  # lives as long as the array
     return np.frombuffer(memory, _TYPES[x.dtype])
 
 
@@ -73,7 +75,7 @@ def by_rows(kernel: Any, x: Any, rows: int, size: int, *arguments: Any) -> None:
         kernel: a function of x, the first and the last row that it is to do, and the arguments.
         size: numbers of one row, or of what stands for one.
     """
-    if isinstance(x, Tensor):  # without memory: `as_numpy` left it as it was
+    if isinstance(x, Tensor) or not x.size:  # without memory: `as_numpy` left it as it was
         return
     if _state.must_not_use_openmp:
         kernel = _without_openmp(kernel)

@@ -1,7 +1,7 @@
-"""Norms, gates and rotations on a CPU, compiled by Numba: each number is read once, and written once.
+"""Norms, gates and rotations on a CPU, compiled by Numba: each number is read from memory and written once.
 
 Problem  As torch's operators they are three to twelve passes over whole activations: where a CPU has fast products of
-         bfloat16, more than a quarter of a step in that type, with the loss.
+         bfloat16, a quarter of a step in that type, with the loss.
 Method   The formulas of `scrimp.models.functions` and `scrimp.models.rope` for a row at a time, which stays in the
          fastest cache between two loops over it. All computes in float32 and rounds once. Gradients of a norm's
          weight are summed over blocks of rows, of a size that no number of threads changes, and these by torch.

@@ -13,7 +13,7 @@ Method   On CUDA and under torch.compile both are plain operations, which there 
              dx = r (dy w) - x r^3 sum(dy w x) / D        (sum over the width)
              dw = sum over tokens of dy x r
 
-         Both sums come from one product P = dy x: sum(dy w x) = P w and dw = r^T P.
+         Operators take both sums from one product P = dy x: sum(dy w x) = P w and dw = r^T P.
 
          SwiGLU, with s = sigmoid(gate), y = gate s up:
 
@@ -128,7 +128,7 @@ GATES: dict[Gate, Callable[[Tensor], Tensor]] = {"silu": swiglu, "gelu": geglu}
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        if cpu_passes.can_take(x, weight) and dtype in TYPES:
+        if _kernels_take(x, weight) and dtype in TYPES:
             y_SD, r_S = cpu_passes.norm(_rows(x), weight.contiguous(), eps, dtype)
             ctx.save_for_backward(x, weight, r_S)
             return y_SD.view(x.shape)
@@ -143,9 +143,10 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, r_S = ctx.saved_tensors
-        if cpu_passes.can_take(x, weight, grad_y):
-            dx_SD, dw_D = cpu_passes.norm_gradients(_rows(x), weight.contiguous(), _rows(grad_y), r_S)
-            return dx_SD.view(x.shape), dw_D.to(weight.dtype), None, None
+        if _kernels_take(x, weight, grad_y):
+            dx_SD, dw_BD = cpu_passes.norm_gradients(_rows(x), weight.contiguous(), _rows(grad_y), r_S)
+            dw_D = dw_BD.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+            return dx_SD.view(x.shape), dw_D, None, None
         x_SD, r_S1 = at_least_float32(x).reshape(-1, x.shape[-1]), r_S[:, None]
         w_D = at_least_float32(weight)
         dy_SD = grad_y.reshape(x_SD.shape).to(x_SD.dtype)
@@ -156,6 +157,11 @@ class _RMSNorm(torch.autograd.Function):
         grad_x = torch.mul(dy_SD, w_D, out=product_SD).mul_(r_S1).addcmul_(x_SD, factor_S1)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_x.view(x.shape).to(x.dtype), grad_weight, None, None
+
+
+def _kernels_take(*tensors: Tensor) -> bool:
+    """Not where a CPU stands for another device, whose operators are counted."""
+    return runs_cpu_functions() and cpu_passes.can_take(*tensors)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -178,8 +184,9 @@ class _Gated(torch.autograd.Function):
     @classmethod
     def forward(cls, ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        if cpu_passes.can_take(gate_up):
-            return cpu_passes.gated(cls.kernel, _rows(gate_up)).view(*gate_up.shape[:-1], -1)
+        if _kernels_take(gate_up):
+            y_SF = cpu_passes.gated(cls.kernel, _rows(gate_up))
+            return y_SF.view(*gate_up.shape[:-1], y_SF.shape[1])
         gate, up = gate_up.chunk(2, dim=-1)
         return cls.act(gate).mul_(up)
 
@@ -187,7 +194,7 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(cls, ctx: Any, grad_y: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        if cpu_passes.can_take(gate_up, grad_y):
+        if _kernels_take(gate_up, grad_y):
             return cpu_passes.gated_gradient(cls.kernel, _rows(gate_up), _rows(grad_y)).view(gate_up.shape)
         gate, up = gate_up.chunk(2, dim=-1)
         grad = torch.empty_like(gate_up)

@@ -83,7 +83,7 @@ def rotate_into(out: Tensor, x: Tensor, cos_T1K: Tensor, sin_T1K: Tensor, *, bac
     Args:
         back: turn the other way, which is the gradient of a turn.
     """
-    if cpu_passes.can_rotate(out, x, cos_T1K):
+    if cpu_passes.can_rotate(out, x, cos_T1K, sin_T1K):
         cpu_passes.rotate_into(out, x, cos_T1K, sin_T1K, back=back)
         return
     # Reduced types are turned in the tables' float32 and rounded once.

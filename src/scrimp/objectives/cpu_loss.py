@@ -1,7 +1,7 @@
 """Losses of rows of logits on a CPU, and in their place their gradients, by one kernel that Numba compiles.
 
-Formulas: `scrimp.objectives.cross_entropy`. A row, a megabyte at most, stays in a core's cache from its maximum over
-the sum of its exponentials to its gradient; as operators, blocks of rows are widened, read and written nine times.
+Formulas: `scrimp.objectives.cross_entropy`. A row stays in a core's cache from its maximum over the sum of its
+exponentials to its gradient; as operators, blocks of rows are widened, read and written nine times.
 
 Limits   float32 and bfloat16; all computes in float32.
 Checked  tests/objectives/test_cross_entropy.py
@@ -16,22 +16,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scrimp.cpu.numbers import ONE, exponential, narrow, over_rows, wide
+from scrimp.cpu.numbers import ONE, compiled, exponential, narrow, over_rows, wide
 from scrimp.cpu.rows import as_numpy, by_rows
+from scrimp.data import IGNORED
+from scrimp.tracing import has_memory
 
 _ZERO, _TWO = np.float32(0.0), np.float32(2.0)
 
 
 def losses(logits_QV: Tensor, targets_Q: Tensor, z_loss: float, *, training: bool) -> Tensor:
-    """Loss and penalty of each token, shape (Q, 2), in float32; 0 where the target is below 0.
+    """Loss and penalty of each token, shape (Q, 2), in float32; 0 where the target is to be ignored.
 
     Args:
         logits_QV: when training they become their own gradient, of rows without a target as if it were the first entry.
+
+    Raises:
+        IndexError: a target is none of the V words.
     """
-    losses_Q2 = torch.empty(len(targets_Q), 2)
+    losses_Q2 = logits_QV.new_empty(len(targets_Q), 2, dtype=torch.float32)
+    if has_memory(targets_Q) and len(targets_Q) and (last := int(targets_Q.max())) >= logits_QV.shape[1]:
+        raise IndexError(f"target {last} of a vocabulary of {logits_QV.shape[1]}")
     arrays = as_numpy(targets_Q.contiguous()), np.float32(z_loss), training, as_numpy(losses_Q2)
     by_rows(_losses, as_numpy(logits_QV), *logits_QV.shape, *arrays)
     return losses_Q2
+
+
+@compiled()
+def _loss(most: Any, of_target: Any, log_total: Any) -> Any:
+    """Differences first: in another order it is rounded as the logits are."""
+    return (most - of_target) + log_total
 
 
 @over_rows()
@@ -44,13 +57,12 @@ def _losses(x: Any, first: int, last: int, targets: Any, z_loss: Any, training: 
             most = max(most, wide(own[j]))
         for j in range(words):
             total += exponential(wide(own[j]) - most)
-        lse = most + np.log(total)
-        of_target = wide(own[target])
-        is_real = targets[i] >= 0
-        out[i, 0] = lse - of_target if is_real else _ZERO
+        log_total = np.log(total)
+        lse, of_target, is_real = most + log_total, wide(own[target]), targets[i] != IGNORED
+        out[i, 0] = _loss(most, of_target, log_total) if is_real else _ZERO
         out[i, 1] = z_loss * lse * lse if is_real else _ZERO
         if training:
-            factor = ONE + _TWO * z_loss * lse
+            factor = (ONE + _TWO * z_loss * lse) / total
             for j in range(words):
-                own[j] = narrow(exponential(wide(own[j]) - lse) * factor, x)
-            own[target] = narrow(exponential(of_target - lse) * factor - ONE, x)
+                own[j] = narrow(exponential(wide(own[j]) - most) * factor, x)
+            own[target] = narrow(exponential(of_target - most) * factor - ONE, x)

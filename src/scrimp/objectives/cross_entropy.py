@@ -31,9 +31,9 @@ Types    GEMMs run in the compute type (autocast's, else that of h) or as a plan
 Memory   One chunk x V in the compute type: the logits become their own gradient in place, a
          block of rows at a time. Blocks are a matter of speed: on the CPU their float32
          copies stay in the cache (measured in docs/lab-log.md), on CUDA they are so large that
-         launching kernels should cost nothing (not measured). There one kernel does it all where Triton is
-         (`scrimp.gemm.kernels.loss`), without copies, if it was right when it was tried; predictions of
-         seconds and memory still count the operators. More tokens per chunk mean fewer additions to the
+         launching kernels should cost nothing (not measured). One kernel does it all, without copies, on a CPU
+         where Numba is (`cpu_loss`), and on CUDA where Triton is (`scrimp.gemm.kernels.loss`), if it was right when it
+         was tried there; predictions for CUDA still count the operators. More tokens per chunk mean fewer additions to the
          weight's gradient, which cost bf16 time (benchmarks/loss_memory.py).
 Limits   One backward pass per forward pass, through both sums with equal weight; anything
          else is refused. No second derivatives.
@@ -225,7 +225,7 @@ def _losses(
 def _kernel_for(logits_QV: Tensor) -> Callable[..., Tensor] | None:
     """What does all in one kernel there; None: nothing."""
     device, dtype = logits_QV.device, logits_QV.dtype
-    if device.type == "cpu" and dtype in TYPES and has_kernels() and runs_cpu_functions():
+    if device.type == "cpu" and dtype in TYPES and runs_cpu_functions() and has_kernels():
         from scrimp.objectives import cpu_loss  # Numba takes half a second to import
 
         return cpu_loss.losses
