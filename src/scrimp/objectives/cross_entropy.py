@@ -33,8 +33,8 @@ Memory   One chunk x V in the compute type: the logits become their own gradient
          copies stay in the cache (measured in docs/lab-log.md), on CUDA they are so large that
          launching kernels should cost nothing (not measured). One kernel does it all, without copies, on a CPU
          where Numba is (`cpu_loss`), and on CUDA where Triton is (`scrimp.gemm.kernels.loss`), if it was right when it
-         was tried there; predictions for CUDA still count the operators. More tokens per chunk mean fewer additions to the
-         weight's gradient, which cost bf16 time (benchmarks/loss_memory.py).
+         was tried there; predictions for CUDA still count the operators. More tokens per chunk mean fewer additions
+         to the weight's gradient, which cost bf16 time (benchmarks/loss_memory.py).
 Limits   One backward pass per forward pass, through both sums with equal weight; anything
          else is refused. No second derivatives.
 Checked  tests/objectives/test_cross_entropy.py
