@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_loss_that_is_shown_is_that_of_the_text(folder: Path) -> None:
     plain, taught = losses(folder / "plain"), losses(folder / "taught")
-    assert taught[1] == plain[1]
+    assert taught[1] == pytest.approx(plain[1], rel=1e-6)  # by operators, and by a kernel
     assert taught[STEPS] != plain[STEPS]
     assert taught[STEPS] == pytest.approx(plain[STEPS], rel=0.05)
 

@@ -99,7 +99,7 @@ def test_teachers_without_weight_write_and_take_nothing(folder: Path) -> None:
     """A step by their text alone: the same samples as with weight, and the plain loss of them."""
     assert main(student(folder, "unweighted", "--objective.teacher-weight=0")) == 0
     unweighted, taught = losses(folder / "unweighted"), losses(folder / "taught")
-    assert unweighted[1] == taught[1]
+    assert unweighted[1] == pytest.approx(taught[1], rel=1e-6)  # by a kernel, and by operators
     assert unweighted[2] != taught[2]
     plans = [json.loads((folder / name / "plan.json").read_text()) for name in ("unweighted", "taught")]
     less, more = (plan["predicted"]["peak_device_bytes"] for plan in plans)
