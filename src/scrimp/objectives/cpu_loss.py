@@ -34,9 +34,10 @@ def losses(logits_QV: Tensor, targets_Q: Tensor, z_loss: float, *, training: boo
         IndexError: a target is none of the V words.
     """
     losses_Q2 = logits_QV.new_empty(len(targets_Q), 2, dtype=torch.float32)
-    if has_memory(targets_Q) and len(targets_Q) and (last := int(targets_Q.max())) >= logits_QV.shape[1]:
-        raise IndexError(f"target {last} of a vocabulary of {logits_QV.shape[1]}")
-    arrays = as_numpy(targets_Q.contiguous()), np.float32(z_loss), training, as_numpy(losses_Q2)
+    targets = as_numpy(targets_Q.contiguous())
+    if has_memory(targets_Q) and targets.max(initial=0) >= logits_QV.shape[1]:
+        raise IndexError(f"target {targets.max()} of a vocabulary of {logits_QV.shape[1]}")
+    arrays = targets, np.float32(z_loss), training, as_numpy(losses_Q2)
     by_rows(_losses, as_numpy(logits_QV), *logits_QV.shape, *arrays)
     return losses_Q2
 

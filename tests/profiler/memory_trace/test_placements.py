@@ -11,7 +11,7 @@ from allocator import allocator_peak
 from losses import next_token_loss
 from real_steps import RealStep, Setting
 from test_host_states import HostedStep
-from test_peaks import FORMATS, LLAMA, MISTRAL, QWEN3
+from test_peaks import FORMATS, LLAMA, MISTRAL, QWEN3, in_products
 
 from scrimp.config import Architecture
 from scrimp.models.cpu_attention import WIDENED
@@ -88,7 +88,9 @@ def test_any_placement_takes_what_is_predicted_and_never_more(seed: int) -> None
     real = allocator_peak(step)
     step.optimizer.close()
     most = HIDDEN if setting.precision == "bf16" and setting.rows == 1 else 1.022
-    assert real <= predicted <= most * real, f"{predicted / real - 1:+.3%} {setting} {states}"
+    assert real <= predicted <= most * real + in_products(setting), (
+        f"{predicted / real - 1:+.3%} {setting} {states}"
+    )
 
 
 class DocumentStep(RealStep):
@@ -148,7 +150,7 @@ def test_rows_of_documents_take_what_is_predicted_and_never_more(
     found = [predicted_and_real(setting, kind) for kind in kinds]
     assert all(real <= predicted for predicted, real in found)
     predicted, real = found[0][0], max(real for _, real in found)
-    assert predicted <= 1.02 * real, f"{predicted / real - 1:+.3%}"
+    assert predicted <= 1.02 * real + in_products(setting), f"{predicted / real - 1:+.3%}"
 
 
 @pytest.mark.slow
@@ -168,4 +170,4 @@ def test_where_attention_sets_the_peak_the_worst_documents_take_what_is_predicte
     assert all(real <= predicted for predicted, real in found)
     predicted, real = found[0][0], max(real for _, real in found)
     most = HIDDEN if format_ == "bf16" and rows == 1 else 1.02
-    assert predicted <= most * real, f"{predicted / real - 1:+.3%}"
+    assert predicted <= most * real + in_products(setting), f"{predicted / real - 1:+.3%}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from allocator import allocator_peak
 from real_steps import RealStep, Setting
-from test_peaks import FORMATS, IN_PRODUCTS, LLAMA, TIED
+from test_peaks import FORMATS, LLAMA, TIED, in_products
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scrimp.formats import Noise
@@ -40,7 +40,7 @@ def test_a_real_step_peaks_where_the_allocator_does(setting: Setting) -> None:
     with StorageTracker(workspace=cpu_workspace) as tracker:
         step()
     gc.collect()
-    real, room = allocator_peak(step), IN_PRODUCTS if setting.rules else 0
+    real, room = allocator_peak(step), in_products(setting)
     assert (1 - 1e-4) * real <= tracker.peak <= (1 + 1e-4) * real + room
     assert tracker.live == 0
 
