@@ -2,14 +2,14 @@
 
 The kernels themselves lie where they are used: `scrimp.gemm.cpu_kernels` (formats), `scrimp.models.cpu_kernels`
 (norms, gates, rotations), `scrimp.objectives.cpu_loss`. All these import numba, which takes half a second, and are
-imported at first use.
+imported at first use. Numba's threading layer and cache folder are then set for the whole process (`numbers`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
+import importlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 
@@ -21,8 +21,12 @@ TYPES = (torch.float32, torch.bfloat16)
 
 @functools.cache
 def has_numba() -> bool:
-    """Whether numba is installed."""
-    return importlib.util.find_spec("numba") is not None
+    """Whether numba is installed, can be imported beside this numpy, and compiles (NUMBA_DISABLE_JIT is not set)."""
+    try:
+        numba = importlib.import_module("numba")
+    except ImportError:
+        return False
+    return not numba.config.DISABLE_JIT
 
 
 _are_wanted: ContextVar[bool] = ContextVar("are_wanted", default=True)
@@ -35,7 +39,7 @@ def has_kernels() -> bool:
 
 @contextlib.contextmanager
 def operators_alone() -> Iterator[None]:
-    """Inside, torch's operators do what kernels would: for who traces them, and to compare."""
+    """Inside, torch's operators do what kernels would: for code that traces them, and to compare."""
     token = _are_wanted.set(False)
     try:
         yield

@@ -68,16 +68,16 @@ OPENMP = _takes_openmp()
 def _cache_folder() -> Path | None:
     """Where compiled kernels are kept; None: nothing can be written there, and each process compiles its own.
 
-    Numba looks at a kernel's own file alone: it would take one that was compiled with another version of this one, or
-    without OpenMP.
+    Numba looks at a kernel's own file alone: it would take one that was compiled with another version of this module,
+    or without OpenMP.
     """
     settings: Any = numba.config
-    version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
-    name = f"{version}-{'openmp' if OPENMP else 'plain'}"
-    folder = Path(settings.CACHE_DIR or user_cache() / "numba") / name
     try:
+        version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+        name = f"{version}-{'openmp' if OPENMP else 'plain'}"
+        folder = Path(settings.CACHE_DIR or user_cache() / "numba") / name
         make_folder(folder)
-    except StorageError:
+    except (OSError, StorageError):
         return None
     if not os.access(folder, os.W_OK):
         return None
@@ -87,11 +87,9 @@ def _cache_folder() -> Path | None:
 
 CACHE = _cache_folder()
 
-compiled = functools.partial(
-    numba.njit, nogil=True, cache=CACHE is not None, error_model="numpy", boundscheck=False
-)
-"""Compiles a function, which rounds as it is written."""
-over_exact_rows = functools.partial(compiled, parallel=OPENMP)
+compiled = functools.partial(numba.njit, nogil=True, error_model="numpy", boundscheck=False)
+"""Compiles a function that kernels call, which rounds as it is written."""
+over_exact_rows = functools.partial(compiled, parallel=OPENMP, cache=CACHE is not None)
 """Compiles a kernel over rows, which rounds as it is written."""
 over_rows = functools.partial(over_exact_rows, fastmath={"contract", "reassoc"})
 """The same where sums of a row may be in any order, and multiplications fused with additions."""

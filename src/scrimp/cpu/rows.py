@@ -2,7 +2,8 @@
 
 Threads  Kernels share their rows out themselves where Numba has OpenMP (`numbers`). Elsewhere `by_rows` gives threads
          of a pool a range of rows each; kernels let go of Python's lock.
-Forks    Numba ends a process whose parent has used GNU's OpenMP. In one the kernels are compiled without it.
+Forks    Numba ends a process that was forked from one in which it had used OpenMP. There kernels are compiled
+         without it.
 Cache    Numba writes what it has compiled without a lock: processes that compile at once would spoil each other's
          files, so one waits for the other.
 Limits   Tensors without memory get results of the right sizes, and no kernel runs: a trace counts the same bytes.
@@ -16,9 +17,7 @@ import ctypes
 import functools
 import itertools
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numba
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from scrimp.cpu import numbers
+from scrimp.errors import StorageError
 from scrimp.files import folder_lock
 from scrimp.tracing import has_memory
 
@@ -42,7 +42,8 @@ _TYPES: dict[torch.dtype, Any] = {
 
 
 def as_numpy(x: Tensor) -> Any:
-    """The same memory, which holds the tensor; bfloat16, which numpy has not, as int16. A tensor without memory itself.
+    """A numpy view of x's memory that keeps x alive; bfloat16 as int16, since numpy has none. Tensors without memory
+    are returned unchanged.
 
     `Tensor.numpy` would tell the storage for good that it may not be resized, as FSDP does with weights that it frees.
     """
@@ -77,9 +78,7 @@ def by_rows(kernel: Any, x: Any, rows: int, size: int, *arguments: Any) -> None:
     """
     if isinstance(x, Tensor) or not x.size:  # without memory: `as_numpy` left it as it was
         return
-    if _state.must_not_use_openmp:
-        kernel = _without_openmp(kernel)
-    _compile(kernel, x, arguments)
+    kernel = _ready(kernel, x, arguments)
     threads = max(1, min(torch.get_num_threads(), rows, rows * size // FEW))
     if kernel.targetoptions.get("parallel"):
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
@@ -100,32 +99,38 @@ def by_rows(kernel: Any, x: Any, rows: int, size: int, *arguments: Any) -> None:
         part.result()
 
 
-def _compile(kernel: Callable[..., None], x: Any, arguments: tuple[Any, ...]) -> None:
-    """Compile a kernel for these types, or read it from the cache, while no other process does."""
+def _ready(kernel: Any, x: Any, arguments: tuple[Any, ...]) -> Any:
+    """A kernel compiled for these types, or read from the cache while no other process writes there."""
     key = (kernel, _types_of(x), _types_of(arguments))
-    if key in _COMPILED:
-        return
-    with contextlib.nullcontext() if numbers.CACHE is None else folder_lock(numbers.CACHE, lambda: None):
+    if key not in _READY:
+        if _must_not_use_openmp:
+            kernel = _alone(kernel, parallel=False)
         threads = torch.get_num_threads()
-        kernel(x, 0, 0, *arguments)
+        try:
+            with (
+                contextlib.nullcontext()
+                if numbers.CACHE is None
+                else folder_lock(numbers.CACHE, lambda: None)
+            ):
+                kernel(x, 0, 0, *arguments)
+        except (OSError, StorageError):  # no room there, or no locks
+            kernel = _alone(kernel, parallel=kernel.targetoptions.get("parallel", False))
+            kernel(x, 0, 0, *arguments)
         if torch.get_num_threads() != threads:  # Numba begins with OpenMP by setting its own number
             torch.set_num_threads(threads)
-    _COMPILED.add(key)
+        _READY[key] = kernel
+    return _READY[key]
 
 
-_COMPILED: set[Any] = set()
-
-
-@dataclass
-class _State:
-    must_not_use_openmp: bool = False
-
-
-_state = _State()
+_READY: dict[Any, Any] = {}
+_must_not_use_openmp = False
 
 
 def _in_forked_process() -> None:
-    _state.must_not_use_openmp = numbers.OPENMP and bool(_COMPILED)
+    global _must_not_use_openmp
+    with contextlib.suppress(ValueError):  # nothing has run in parallel yet
+        _must_not_use_openmp = numba.threading_layer() == "omp"  # type: ignore[attr-defined]
+    _READY.clear()
     _pool.cache_clear()  # its threads stay in the parent
 
 
@@ -133,10 +138,10 @@ os.register_at_fork(after_in_child=_in_forked_process)
 
 
 @functools.cache
-def _without_openmp(kernel: Any) -> Any:
-    """Not kept in Numba's cache, which would take it for the kernel itself."""
+def _alone(kernel: Any, *, parallel: bool) -> Any:
+    """The kernel outside Numba's cache."""
     options = {name: value for name, value in kernel.targetoptions.items() if name != "nopython"}
-    return numba.njit(**options | {"parallel": False})(kernel.py_func)
+    return numba.njit(**options | {"parallel": parallel})(kernel.py_func)
 
 
 def _types_of(value: Any) -> Any:

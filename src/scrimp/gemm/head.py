@@ -55,7 +55,7 @@ class HeadGemms:
             the gradient of the hidden states, zero in rows that are not real; and that of the weight with
             `total_VD`, in float32 or wider, added in place from the second time on.
         """
-        real_Q1 = real_Q1.to(grad_QV.dtype)  # torch would, for each product, where no account sees it
+        real_Q1 = real_Q1.to(grad_QV.dtype)  # else torch does in each product, unseen by the memory account
         if self._planned is None:
             grad_QD = (grad_QV @ self._weight_VD).mul_(real_Q1) if needs_hidden else None
             if needs_weight:

@@ -160,7 +160,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _kernels_take(*tensors: Tensor) -> bool:
-    """Not where a CPU stands for another device, whose operators are counted."""
+    """Whether kernels run on these tensors: not where a CPU stands for another device, whose operators are counted."""
     return runs_cpu_functions() and cpu_passes.can_take(*tensors)
 
 

@@ -34,9 +34,12 @@ def losses(logits_QV: Tensor, targets_Q: Tensor, z_loss: float, *, training: boo
         IndexError: a target is none of the V words.
     """
     losses_Q2 = logits_QV.new_empty(len(targets_Q), 2, dtype=torch.float32)
-    targets = as_numpy(targets_Q.contiguous())
-    if has_memory(targets_Q) and targets.max(initial=0) >= logits_QV.shape[1]:
-        raise IndexError(f"target {targets.max()} of a vocabulary of {logits_QV.shape[1]}")
+    targets = as_numpy(targets_Q.to(torch.int64).contiguous())
+    if has_memory(targets_Q):
+        words = targets[targets != IGNORED]
+        outside = words[(words < 0) | (words >= logits_QV.shape[1])]
+        if outside.size:
+            raise IndexError(f"target {outside[0]} of a vocabulary of {logits_QV.shape[1]}")
     arrays = targets, np.float32(z_loss), training, as_numpy(losses_Q2)
     by_rows(_losses, as_numpy(logits_QV), *logits_QV.shape, *arrays)
     return losses_Q2
@@ -44,7 +47,7 @@ def losses(logits_QV: Tensor, targets_Q: Tensor, z_loss: float, *, training: boo
 
 @compiled()
 def _loss(most: Any, of_target: Any, log_total: Any) -> Any:
-    """Differences first: in another order it is rounded as the logits are."""
+    """Compiled without another order of sums: in that it would be rounded as the logits are."""
     return (most - of_target) + log_total
 
 

@@ -225,7 +225,8 @@ def _losses(
 def _kernel_for(logits_QV: Tensor) -> Callable[..., Tensor] | None:
     """What does all in one kernel there; None: nothing."""
     device, dtype = logits_QV.device, logits_QV.dtype
-    if device.type == "cpu" and dtype in TYPES and runs_cpu_functions() and has_kernels():
+    runs_kernels = device.type == "cpu" and runs_cpu_functions() and has_kernels()
+    if runs_kernels and dtype in TYPES and logits_QV.is_contiguous():
         from scrimp.objectives import cpu_loss  # Numba takes half a second to import
 
         return cpu_loss.losses
