@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-numba = pytest.importorskip("numba", reason="an extra of its own")
+pytest.importorskip("numba", reason="an extra of its own")
 
 from scrimp.cpu.numbers import over_exact_rows
 from scrimp.cpu.rows import as_numpy, by_rows, span_of
@@ -88,6 +88,8 @@ def test_a_tensor_without_memory_is_given_back() -> None:
 
 def test_a_full_disk_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where compiled kernels cannot be kept each process compiles its own."""
+
+    import numba
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
