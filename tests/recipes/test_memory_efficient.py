@@ -83,13 +83,13 @@ def test_a_rate_is_chosen_by_the_first_seed_and_shown_on_the_other() -> None:
 def test_one_seed_says_that_its_choice_is_its_own() -> None:
     said = findings(results_of_losses(planted(), seeds=1))
     assert said[0].endswith("losses are of the same seed, and so a little too low.")
-    assert "2.5000 at rate 0.01" in said[1]
+    assert "2.5000 at rate 0.003" in said[1]
 
 
 def test_a_best_rate_at_an_end_is_said() -> None:
-    losses = planted() | {"low-rank-3e-2": 1.0}
+    losses = planted() | {"low-rank-1e-2": 1.0}
     assert findings(results_of_losses(losses))[-1] == (
-        "The best rate is an end of those tried, and may lie beyond: low rank (0.03)."
+        "The best rate is an end of those tried, and may lie beyond: low rank (0.01)."
     )
 
 
