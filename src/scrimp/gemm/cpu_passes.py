@@ -48,12 +48,10 @@ def scaled_product(
     """
     shape = product.shape
     out = torch.empty(shape, dtype=dtype)
-    # Held here: numpy reads their memory.
-    scales = [
-        None if one is None else one.reshape(-1).expand(size).contiguous()
+    arrays = (
+        None if one is None else as_numpy(one.reshape(-1).expand(size).contiguous())
         for one, size in zip((of_rows, of_columns), shape, strict=True)
-    ]
-    arrays = (None if one is None else as_numpy(one) for one in scales)
+    )
     by_rows(cpu_kernels.times_scales, as_numpy(product), *shape, *arrays, as_numpy(out))
     return out
 

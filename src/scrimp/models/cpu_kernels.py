@@ -20,8 +20,7 @@ import numpy as np
 
 from scrimp.cpu.numbers import ONE, compiled, exponential, narrow, over_rows, wide
 
-_HALF, _TWO, _THREE = np.float32(0.5), np.float32(2.0), np.float32(3.0)
-_SLOPE, _CUBIC = np.float32((2 / np.pi) ** 0.5), np.float32(0.044715)
+_THREE, _STEEP, _CUBIC = np.float32(3.0), np.float32(2 * (2 / np.pi) ** 0.5), np.float32(0.044715)
 
 
 @over_rows()
@@ -59,23 +58,25 @@ def norm_gradients(x: Any, first: int, last: int, size: int, given: Any, dx: Any
 
 
 @compiled(fastmath={"contract"})
-def _sigmoid(x: Any) -> Any:
-    return ONE / (ONE + exponential(-x))
+def _share(x: Any, is_gelu: bool) -> Any:
+    """act(x) / x: of SiLU sigmoid(x), of GELU with tanh sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))."""
+    inner = _STEEP * (x + _CUBIC * x * x * x) if is_gelu else x
+    return ONE / (ONE + exponential(-inner))
 
 
 @over_rows()
-def swiglu(x: Any, first: int, last: int, y: Any) -> None:
-    """silu(gate) up, of rows with the gate before up."""
+def gated(x: Any, first: int, last: int, is_gelu: bool, y: Any) -> None:
+    """act(gate) up, of rows with the gate before up."""
     width = y.shape[1]
     for i in numba.prange(first, last):
         gate, up, found = x[i, :width], x[i, width:], y[i]
         for j in range(width):
             v = wide(gate[j])
-            found[j] = narrow(v * _sigmoid(v) * wide(up[j]), y)
+            found[j] = narrow(v * _share(v, is_gelu) * wide(up[j]), y)
 
 
 @over_rows()
-def swiglu_gradient(x: Any, first: int, last: int, dy: Any, dx: Any) -> None:
+def gated_gradient(x: Any, first: int, last: int, is_gelu: bool, dy: Any, dx: Any) -> None:
     """The gradient of both."""
     width = dy.shape[1]
     for i in numba.prange(first, last):
@@ -83,39 +84,8 @@ def swiglu_gradient(x: Any, first: int, last: int, dy: Any, dx: Any) -> None:
         of_gate, of_up = dx[i, :width], dx[i, width:]
         for j in range(width):
             v, g = wide(gate[j]), wide(grad[j])
-            s = _sigmoid(v)
-            of_up[j] = narrow(g * v * s, dx)
-            of_gate[j] = narrow(g * wide(up[j]) * s * (ONE + v * (ONE - s)), dx)
-
-
-@compiled(fastmath={"contract"})
-def _normal(x: Any) -> Any:
-    """(1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), which is the sigmoid of 2 u."""
-    return _sigmoid(_TWO * _SLOPE * (x + _CUBIC * x * x * x))
-
-
-@over_rows()
-def geglu(x: Any, first: int, last: int, y: Any) -> None:
-    """gelu(gate) up, by the approximation with tanh."""
-    width = y.shape[1]
-    for i in numba.prange(first, last):
-        gate, up, found = x[i, :width], x[i, width:], y[i]
-        for j in range(width):
-            v = wide(gate[j])
-            found[j] = narrow(v * _normal(v) * wide(up[j]), y)
-
-
-@over_rows()
-def geglu_gradient(x: Any, first: int, last: int, dy: Any, dx: Any) -> None:
-    """The gradient of both."""
-    width = dy.shape[1]
-    for i in numba.prange(first, last):
-        gate, up, grad = x[i, :width], x[i, width:], dy[i]
-        of_gate, of_up = dx[i, :width], dx[i, width:]
-        for j in range(width):
-            v, g = wide(gate[j]), wide(grad[j])
-            s = _normal(v)
-            slope = _TWO * _SLOPE * (ONE + _THREE * _CUBIC * v * v)
+            s = _share(v, is_gelu)
+            slope = _STEEP * (ONE + _THREE * _CUBIC * v * v) if is_gelu else ONE
             of_up[j] = narrow(g * v * s, dx)
             of_gate[j] = narrow(g * wide(up[j]) * s * (ONE + v * (ONE - s) * slope), dx)
 

@@ -12,7 +12,7 @@ Shapes: ... any leading dimensions, S rows (all of these as one), D width, F wid
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -63,20 +63,20 @@ def norm_gradients(x_SD: Tensor, weight_D: Tensor, dy_SD: Tensor, r_S: Tensor) -
     return dx_SD, dw_BD
 
 
-def gated(kind: Literal["swiglu", "geglu"], x_SG: Tensor) -> Tensor:
+def gated(x_SG: Tensor, *, is_gelu: bool) -> Tensor:
     """act(gate) up of rows with both, shape (S, F)."""
     kernels, rows = _modules()
     y_SF = x_SG.new_empty(len(x_SG), x_SG.shape[1] // 2)
-    rows.by_rows(getattr(kernels, kind), rows.as_numpy(x_SG), *x_SG.shape, rows.as_numpy(y_SF))
+    rows.by_rows(kernels.gated, rows.as_numpy(x_SG), *x_SG.shape, is_gelu, rows.as_numpy(y_SF))
     return y_SF
 
 
-def gated_gradient(kind: Literal["swiglu", "geglu"], x_SG: Tensor, dy_SF: Tensor) -> Tensor:
+def gated_gradient(x_SG: Tensor, dy_SF: Tensor, *, is_gelu: bool) -> Tensor:
     """The gradient of both."""
     kernels, rows = _modules()
     dx_SG = torch.empty_like(x_SG)
     results = (rows.as_numpy(one) for one in (dy_SF, dx_SG))
-    rows.by_rows(getattr(kernels, f"{kind}_gradient"), rows.as_numpy(x_SG), *x_SG.shape, *results)
+    rows.by_rows(kernels.gated_gradient, rows.as_numpy(x_SG), *x_SG.shape, is_gelu, *results)
     return dx_SG
 
 

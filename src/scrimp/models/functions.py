@@ -33,7 +33,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -171,7 +171,7 @@ def _rows(x: Tensor) -> Tensor:
 class _Gated(torch.autograd.Function):
     """act(gate) * up."""
 
-    kernel: Literal["swiglu", "geglu"]
+    is_gelu: bool
 
     @staticmethod
     def act(gate: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class _Gated(torch.autograd.Function):
     def forward(cls, ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
         if _kernels_take(gate_up):
-            y_SF = cpu_passes.gated(cls.kernel, _rows(gate_up))
+            y_SF = cpu_passes.gated(_rows(gate_up), is_gelu=cls.is_gelu)
             return y_SF.view(*gate_up.shape[:-1], y_SF.shape[1])
         gate, up = gate_up.chunk(2, dim=-1)
         return cls.act(gate).mul_(up)
@@ -195,7 +195,8 @@ class _Gated(torch.autograd.Function):
     def backward(cls, ctx: Any, grad_y: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         if _kernels_take(gate_up, grad_y):
-            return cpu_passes.gated_gradient(cls.kernel, _rows(gate_up), _rows(grad_y)).view(gate_up.shape)
+            grad_SG = cpu_passes.gated_gradient(_rows(gate_up), _rows(grad_y), is_gelu=cls.is_gelu)
+            return grad_SG.view(gate_up.shape)
         gate, up = gate_up.chunk(2, dim=-1)
         grad = torch.empty_like(gate_up)
         grad_gate, grad_up = grad.chunk(2, dim=-1)
@@ -207,7 +208,7 @@ class _Gated(torch.autograd.Function):
 
 
 class _SwiGLU(_Gated):
-    kernel = "swiglu"
+    is_gelu = False
 
     @staticmethod
     def act(gate: Tensor) -> Tensor:
@@ -219,7 +220,7 @@ class _SwiGLU(_Gated):
 
 
 class _GeGLU(_Gated):
-    kernel = "geglu"
+    is_gelu = True
 
     @staticmethod
     def act(gate: Tensor) -> Tensor:

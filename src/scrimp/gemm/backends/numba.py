@@ -69,7 +69,11 @@ class NumbaBackend(ReferenceBackend):
             return "its kernels are for CPUs"
         if recipe in HIGH_PRECISION:
             return f"{recipe} quantizes nothing"
-        return None if has_numba() else "numba is not installed (pip install scrimp[numba])"
+        return (
+            None
+            if has_numba()
+            else "numba is not installed, or cannot be imported here (pip install scrimp[numba])"
+        )
 
     def prepare(self, x: Matrix, use: Use) -> ReferenceOperand:
         """Values after rounding, as the reference's."""
