@@ -31,7 +31,7 @@ CASES = {
     "bf16": Case({}, {**LARGE, **BF16}),
     "copies": Case({"dp": 2}, LARGE),
 }
-STEPS = 4
+STEPS = 6
 
 
 def whole_weights(executable: Executable, world: World) -> dict[str, Tensor]:
@@ -99,11 +99,13 @@ def hidden_off(executable: Executable, sharded: torch.nn.Module, weights: dict[s
 
 
 def test_ranks_average_what_one_process_would(tmp_path: Path) -> None:
-    for rank in spawn(2, measured, tmp_path, 2):
-        for name, found in rank.items():
+    ranks = spawn(2, measured, tmp_path, 2)
+    for name in CASES:
+        for found in (rank[name] for rank in ranks):
             assert found["units"] <= 1, name
             assert found["hidden"] < 1e-5, name
-            (before, plain), (predicted, counted) = found["plain"], found["with average"]
-            more = min(counted) - min(plain)
-            assert predicted > before
-            assert more == pytest.approx(predicted - before, rel=0.15), (name, found)
+        before, predicted = (ranks[0][name][key][0] for key in ("plain", "with average"))
+        # The least of all: what gloo's threads still hold when a peak is reached depends on their timing.
+        plain, counted = (min(min(rank[name][key][1]) for rank in ranks) for key in ("plain", "with average"))
+        assert predicted > before
+        assert counted - plain == pytest.approx(predicted - before, rel=0.15), (name, plain, counted)

@@ -186,7 +186,7 @@ def low(layout: dict[str, int | str], settings: dict[str, object], bounds: Bound
     return Case(layout, settings, bounds=bounds, counts_bytes=False, **more)
 
 
-SCALES, ROUNDED = Bounds(later=1e-3), Bounds(gradients=1e-2, later=1e-3)
+SCALES, ROUNDED = Bounds(later=1e-3), Bounds(gradients=2e-2, later=1e-3)
 TWO = {
     "nvfp4": low(TP, FP4, SCALES, with_documents=True, steps=2),
     "recomputed": low(TP, FP4, SCALES, activations="block", steps=1),

@@ -18,7 +18,8 @@ Where    `_wanted`: a planned linear layer of a block whose fprop and dgrad read
 When     Before each forward pass of the model, by the plan in force and the compute type; all ranks share both. A
          change takes away the gathered parameter, whose gradient waits where FSDP2 adds up those of other types.
 Limits   Shards are quantized by the reference's rules, also where a back end has a kernel. Each tensor's maximum is a
-         collective of its own. dgrad makes a transposed copy of the codes for its product.
+         collective of its own. dgrad makes a transposed copy of the codes for its product, which may sum in another
+         order than that of the whole weight.
 Facts    FSDP2 (torch 2.13) makes the gathered parameter itself by `as_strided`, which needs storage; where one is there
          already it calls `fsdp_post_all_gather(..., out=it)` alone. It views all it gathers of a unit as bytes where
          types differ. Uneven shards with hooks must all have the weight's padded size, so they are left out.
