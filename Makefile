@@ -20,6 +20,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
 
+$(VENV)/.installed-all: $(VENV)/.installed-dev
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[lm-eval]"
+	touch $@
+
 demo: install
 	$(BIN)/scrimp train --precision snip --optimizer.name muon --train.batch-tokens 2048 --train.steps 110
 
@@ -42,7 +46,7 @@ test test-all: export PYTHONDONTWRITEBYTECODE =
 test: check
 	$(BIN)/pytest -m "not slow" -n 2 --dist worksteal
 
-test-all: check
+test-all: check $(VENV)/.installed-all
 	$(BIN)/pytest -n 2 --dist worksteal --hypothesis-profile=all
 
 clean:

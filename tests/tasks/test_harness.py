@@ -114,7 +114,7 @@ def test_what_cannot_be_written_is_refused(asked: Any) -> None:
 
 @needs_lm_eval
 def test_lm_eval_finds_the_accuracy_that_scrimp_finds(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = read_texts(str(run.with_name("corpus.txt")), "text")
     short = [
@@ -147,6 +147,11 @@ def test_lm_eval_finds_the_accuracy_that_scrimp_finds(
     right = [one.index(max(one)) == item.answer for one, item in zip(sums, task.items, strict=True)]
     assert figures["acc"].value == sum(right) / 40
     assert figures["acc"].value != figures["acc_norm"].value
+    # And by the command, of the exported folder.
+    command = ["eval", str(run.with_name("out")), "--tasks", "lm-eval:mine.yaml", "--trust-code"]
+    capsys.readouterr()
+    assert main(command) == 0
+    assert re.search(rf"acc_bytes +{figures['acc_bytes'].value:.4f} ", capsys.readouterr().out)
 
 
 @needs_lm_eval
