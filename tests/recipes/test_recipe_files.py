@@ -52,7 +52,9 @@ def test_a_recipe_s_study_takes_its_first_steps_and_says_its_hours(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fewer = "--set=train.batch_tokens=1024", "--set=train.micro_batch=2", "--set=evaluation.tokens=1024"
-    assert main(["study", f"recipe:{name}", "--dry-run", f"--out={tmp_path / 'out'}", "--seeds=2", *fewer]) == 0
+    assert (
+        main(["study", f"recipe:{name}", "--dry-run", f"--out={tmp_path / 'out'}", "--seeds=2", *fewer]) == 0
+    )
     said = capsys.readouterr()
     assert "for what is left (predicted from first steps" in said.out + said.err
     assert not (tmp_path / "out" / "rows.jsonl").exists()

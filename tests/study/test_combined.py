@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from allocator import allocator_peak
+from runs_on_ranks import on_ranks
 from tiny_run import TINY, flags, scrimp, write_corpus
 from torch import Tensor
 
@@ -23,7 +25,12 @@ from scrimp.study.estimate import probe_all
 from scrimp.study.rows import read_rows
 from scrimp.training.run_data import open_run_corpus
 from scrimp.training.run_folder import saved_config
-from scrimp.training.trained_weights import architecture_of_weights, fill_from_weights
+from scrimp.training.trained_weights import (
+    architecture_of_weights,
+    checkpoint_of,
+    fill_from_weights,
+    finite_weights,
+)
 from scrimp.world import ALONE
 
 NAMES = ("one", "two", "three")
@@ -126,6 +133,24 @@ def test_two_runs_together_are_what_their_weights_say(
         models = [first]
     assert found == pytest.approx(float(losses_of(two_runs[0], models)), rel=1e-5)
     assert min(abs(found - one) for one in alone) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_merge_reads_runs_of_ranks_and_holds_one_tensor_of_each(tmp_path: Path) -> None:
+    corpus, runs = write_corpus(tmp_path), [tmp_path / "ranks", tmp_path / "alone"]
+    words = "--train.steps=2", "--model.num-layers=16", "--optimizer.lr=3e-3"
+    on_ranks(2, tmp_path / "two", flags(corpus, runs[0], *words, "--layout.fsdp=2"))
+    assert cli(flags(corpus, runs[1], *words, "--run.seed=1")) == 0
+    merged = build_model(architecture_of_weights(runs[0]), dtype=torch.float32)
+    # torch counts the whole of a file that is mapped; the kernel drops its pages where memory is short.
+    mapped = allocator_peak(lambda: [next(finite_weights(checkpoint_of(run))) for run in runs])
+    peak = allocator_peak(lambda: average(merged, runs, [3.0, 1.0])) - mapped
+    largest = max(parameter.numel() for parameter in merged.parameters())
+    assert peak <= 3 * 8 * largest  # sums and means in float64
+    assert peak < sum(4 * parameter.numel() for parameter in merged.parameters()) / 2
+    first, second = (dict(loaded(run).named_parameters()) for run in runs)
+    for name, parameter in merged.named_parameters():
+        assert torch.equal(parameter, ((3 * first[name] + second[name]) / 4).float()), name
 
 
 def row(results: Path, variant: str) -> float:

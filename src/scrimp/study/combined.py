@@ -3,8 +3,9 @@
 Problem  An ensemble and a merge of runs have no run of their own, and yet a held-out loss.
 Method   They are evaluated on the tokens on which each of the runs was at its end, in the same rows, in the working
          format. An ensemble runs all models on each batch, as the teachers of a distillation do
-         (`scrimp.objectives.soft_targets`), in float32. A merge adds up the weights in float64, a tensor at a time: one
-         model and one tensor of each run are in memory, never a run whole. Runs of a merge may have weights w_i:
+         (`scrimp.objectives.soft_targets`), in float32. A merge adds up the weights in float64, a tensor at a time, out
+         of files that are mapped: one model and sums of one tensor are in memory, and no run whole. Runs of a merge may
+         have weights w_i:
 
              theta = sum_i w_i theta_i / sum_i w_i
 
