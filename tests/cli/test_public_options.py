@@ -67,7 +67,7 @@ PUBLIC = {
     "export-precision": "SOURCE OUT --target --names --approximate",
     "export-layout": "SOURCE OUT --target --approximate",
     "report": "RUN",
-    "score": "[STUDIES] --out",
+    "score": "[STUDIES] --out --card",
     "study": "STUDY --out --seeds --set --at-once --ray --dry-run --report --trust-code",
     "doctor": "--device --json --fresh --ranks",
 }

@@ -120,6 +120,26 @@ def test_seeds_are_averaged_and_those_that_not_all_have_are_left_out(study: Stud
     assert "2 seeds" in line
 
 
+def test_a_further_domain_costs_one_run(study: Study) -> None:
+    """Of a text that the mixtures name already: what has run stays as it is."""
+    mix = (
+        study.named("xml")
+        .settings["data.mix"]
+        .replace("=1", "=0")
+        .replace("multiprocessing=0", "multiprocessing=1")
+    )
+    more = f'\n[[variants]]\nname = "multiprocessing"\ndata.mix = "{mix}"\n'
+    for one in DOMAINS:
+        more += (
+            f'\n[[variants]]\nname = "merge-{one}+multiprocessing"\nmerge = ["{one}", "multiprocessing"]\n'
+        )
+    wider = parse_study(study.text + more, name=study.name, where="study.toml")
+    for variant in study.variants:
+        assert wider.digest(wider.named(variant.name), 0) == study.digest(variant, 0), variant.name
+    added = wider.variants[len(study.variants) :]
+    assert [one.name for one in added if one.combined is None] == ["multiprocessing"]
+
+
 @pytest.mark.parametrize("gone", ["encodings", "merge-encodings+xml", "encodings+pydoc_data"])
 def test_of_runs_that_are_missing_nothing_is_said(study: Study, gone: str) -> None:
     losses = planted([float(place) for place in range(10)])

@@ -381,11 +381,13 @@ class Score:
     """Folders of results, each of a study with figure = "steps_to_target"."""
     out: Path = Path("score.html")
     """The page."""
+    card: str | None = None
+    """Predict seconds to the targets on a card that need not be here, such as h100 or b200."""
 
     def execute(self, given: frozenset[str]) -> int:
         from scrimp.cli.score import score
 
-        return score(self.studies, self.out)
+        return score(self.studies, self.out, self.card)
 
 
 @dataclass(frozen=True)

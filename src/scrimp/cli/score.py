@@ -7,15 +7,19 @@ from pathlib import Path
 from scrimp.cli.show import plain_console
 from scrimp.config.read_toml import expand_home
 from scrimp.errors import ConfigError
-from scrimp.study.score_page import score_table, steps_table, write_score_page
+from scrimp.study.predicted_seconds import predict
+from scrimp.study.score_page import score_table, seconds_table, steps_table, write_score_page
 from scrimp.study.workloads import standing
 
 
-def score(studies: tuple[Path, ...], out: Path) -> int:
+def score(studies: tuple[Path, ...], out: Path, card: str | None) -> int:
     """Score what lies in the folders.
 
+    Args:
+        card: hardware on which seconds are predicted.
+
     Raises:
-        ConfigError: a folder is no workload, is not finished, or does not go with the others.
+        ConfigError: a folder is no workload, is not finished, or does not go with the others; no such card.
     """
     if not studies:
         raise ConfigError(
@@ -24,8 +28,14 @@ def score(studies: tuple[Path, ...], out: Path) -> int:
             do="scrimp score studies/lm studies/copy",
         )
     found = standing([expand_home("the study", folder) for folder in studies])
+    predicted = None if card is None else predict(found, card)
     console = plain_console()
     console.print(steps_table(found))
+    if predicted is not None:
+        console.print(seconds_table(found, predicted))
+        for why in predicted.unknown:
+            console.print(why, soft_wrap=True)
     console.print(score_table(found))
-    console.print(f"report: {write_score_page(found, expand_home('--out', out))}", soft_wrap=True)
+    path = write_score_page(found, expand_home("--out", out), predicted)
+    console.print(f"report: {path}", soft_wrap=True)
     return 0

@@ -17,6 +17,7 @@ from scrimp.files import write_whole
 from scrimp.report.html import Markup, join, tag, visible
 from scrimp.report.units import MISSING, format_count, format_number, format_percent
 from scrimp.study.page import page_of, table_of
+from scrimp.study.predicted_seconds import Predicted
 from scrimp.study.profile_picture import profile_svg
 from scrimp.study.time_to_result import MOST, profile
 from scrimp.study.workloads import Entry, Standing, Workload
@@ -27,6 +28,10 @@ _ABOUT: Final = (
     f"median steps over those of the fastest submission; none of more than {MOST:g}, where the target was never "
     "reached, or where it was not on a held-out variant of the workload. Score: area below the performance profile "
     f"from 1 to {MOST:g}, as a share of all of it; 1 is the fastest everywhere."
+)
+
+_PREDICTED: Final = (
+    "Steps times the planner's seconds of a step by its best layout, evaluations left out. Nothing ran there."
 )
 
 
@@ -42,6 +47,12 @@ def steps_table(found: Standing) -> Table:
     return _terminal_table(title, ["submission", *[one.name for one in found.workloads]], _steps(found))
 
 
+def seconds_table(found: Standing, predicted: Predicted) -> Table:
+    """Predicted seconds of each submission to the targets."""
+    head = ["submission", *[one.name for one in found.workloads]]
+    return _terminal_table(_predicted_title(predicted), head, _seconds(found, predicted))
+
+
 def _terminal_table(title: str, head: list[str], rows: list[list[str]]) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(head):
@@ -51,17 +62,17 @@ def _terminal_table(title: str, head: list[str], rows: list[list[str]]) -> Table
     return table
 
 
-def write_score_page(found: Standing, path: Path) -> Path:
+def write_score_page(found: Standing, path: Path, predicted: Predicted | None = None) -> Path:
     """Write the page; its path.
 
     Raises:
         StorageError: it cannot be written.
     """
-    write_whole(path, build_score_page(found), shared=True)
+    write_whole(path, build_score_page(found, predicted), shared=True)
     return path
 
 
-def build_score_page(found: Standing) -> str:
+def build_score_page(found: Standing, predicted: Predicted | None = None) -> str:
     """The page as text."""
     header = join([tag("p", _ABOUT, class_="about"), tag("p", _ruleset(found), class_="status")])
     names = [one.name for one in found.workloads]
@@ -71,6 +82,10 @@ def build_score_page(found: Standing) -> str:
         ("steps", "Steps to the target", table_of(["submission", *names], _steps(found))),
         ("workloads", "Workloads", _workloads(found)),
     ]
+    if predicted is not None:
+        table = table_of(["submission", *names], _seconds(found, predicted))
+        why = [tag("p", one) for one in (_PREDICTED, *predicted.unknown)]
+        sections.insert(3, ("seconds", _predicted_title(predicted).capitalize(), join([table, *why])))
     return page_of("Time to result", header, sections, command="scrimp score", origin="the studies")
 
 
@@ -92,6 +107,29 @@ def _scores(found: Standing) -> list[list[str]]:
 
 def _steps(found: Standing) -> list[list[str]]:
     return [[name, *[steps_text(one, one.entries[name]) for one in found.workloads]] for name in found.scores]
+
+
+def _predicted_title(predicted: Predicted) -> str:
+    return f"predicted seconds on {predicted.card}"
+
+
+def _seconds(found: Standing, predicted: Predicted) -> list[list[str]]:
+    return [
+        [
+            name,
+            *[
+                _seconds_text(one.entries[name], predicted.step_seconds[one.name][name])
+                for one in found.workloads
+            ],
+        ]
+        for name in found.scores
+    ]
+
+
+def _seconds_text(entry: Entry, step_seconds: float | None) -> str:
+    if step_seconds is None:
+        return MISSING
+    return "never" if entry.steps == math.inf else f"{entry.steps * step_seconds:.3g}"
 
 
 def steps_text(workload: Workload, entry: Entry) -> str:
