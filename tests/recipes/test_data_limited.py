@@ -13,7 +13,7 @@ from property_tests import examples
 from scrimp.errors import ConfigError
 from scrimp.recipes import file_of
 from scrimp.recipes.data_limited import findings
-from scrimp.recipes.data_limited.laws import Law, fit
+from scrimp.recipes.data_limited.laws import Law, fit, limits_of_members
 from scrimp.study.definition import load_study
 from scrimp.study.results import Results, results_of
 from scrimp.study.rounds import steps_of
@@ -47,6 +47,31 @@ def test_the_interval_of_the_limit_holds_the_planted_one_about_as_often_as_it_sa
         low, high = fit(members, losses, exponent=1.0).interval or (0.0, 0.0)
         hits += low <= 3.0 <= high
     assert 80 <= hits <= 99
+
+
+def test_the_joint_limit_and_its_interval_are_found_through_noise() -> None:
+    """Ever more of ever larger members, with noise of runs as large as seeds have."""
+    generator, members, hits, found = np.random.default_rng(2), (1, 2, 3, 5), 0, []
+    for _ in range(60):
+        limits = [
+            limits_of_members(
+                members,
+                [
+                    [
+                        3.8 + (1e6 / size) ** 0.5 + 0.2 / k + 0.005 * one
+                        for one in generator.standard_normal(8)
+                    ]
+                    for k in members
+                ],
+            )
+            for size in SIZES
+        ]
+        law = fit(SIZES, limits)
+        low, high = law.interval or (0.0, 0.0)
+        hits += low <= 3.8 <= high
+        found.append(law.limit)
+    assert abs(np.mean(found) - 3.8) < 0.005
+    assert 45 <= hits <= 59  # of 60 by 95 %, with as few seeds somewhat fewer
 
 
 def test_a_law_never_falls_below_what_it_ends_at() -> None:

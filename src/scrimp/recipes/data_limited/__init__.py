@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Final
 
 from scrimp.config import Config, base_architecture, replace_values
 from scrimp.models import spec_of
-from scrimp.recipes.data_limited.laws import Law, fit
+from scrimp.recipes.data_limited.laws import Law, fit, limits_of_members
 
 if TYPE_CHECKING:
     from scrimp.study.results import Results
@@ -103,9 +103,7 @@ def _by_members(results: Results, losses: Losses) -> list[str]:
             f"{count}: {statistics.fmean(one):.3f}" for count, one in zip(counts, each, strict=True)
         )
         said.append(f"Members of width {width} ({shown}): {_law_text(law)} for ever more of them.")
-        limits.append(
-            [fit(counts, [[one[seed]] for one in each], exponent=1.0).limit for seed in range(len(each[0]))]
-        )
+        limits.append(limits_of_members(counts, each))
         parameters.append(_parameters(results, members[1]))
     if len(limits) > 2:
         said.append(f"Ever more of ever larger members: {_law_text(fit(parameters, limits))}.")

@@ -2,6 +2,7 @@
 
     L(N) = E + A / N^a          of models with N parameters
     L(K) = E + A / K            of ensembles of K members, the same with a = 1
+    L(N, K): the first law of the limits E of the second, size by size
 
 Problem  Two recipes are compared at the sizes that one can pay for; what matters is where each of them ends.
 Method   For a given exponent the law is linear in E and A >= 0, which least squares give at once; of 2,000 exponents,
@@ -91,6 +92,13 @@ def fit(
     limits = _fit(x, y_XS[:, draws].mean(2).T, exponent)[0]
     low, high = np.quantile(limits, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Law(limit, factor, found, (float(low), float(high)))
+
+
+def limits_of_members(members: Sequence[int], losses: Sequence[Sequence[float]]) -> list[float]:
+    """E of L(K) = E + A / K, of each seed alone: by size, where ever more of ever larger members would end."""
+    return [
+        fit(members, [[one[seed]] for one in losses], exponent=1.0).limit for seed in range(len(losses[0]))
+    ]
 
 
 def _fit(x: Floats, y_DX: Floats, exponent: float | None) -> tuple[Floats, Floats, Floats]:
