@@ -12,6 +12,7 @@ Method    `scrimp.planner.layout.step_account`: bytes, FLOPs and seconds of ever
           `scrimp plan`.
           A ratio is sure where it keeps its sign with every constant moved by 15 %, one after the other: rates of the
           card, and figures of either program.
+          FP8 of Scrimp with the head in 8 bits as well is shown beside FP8 of its blocks alone.
 Limits    Counted and predicted: nothing is measured here. One device, dense models, nothing on the host: LLMQ's rows of
           7B and 14B that send residuals or states to the host are counted without.
 Run       python benchmarks/step_account.py                                        # LLMQ's table for one H100
@@ -49,6 +50,7 @@ from scrimp.planner.layout.software import OWN, Software, in_states, software, w
 from scrimp.planner.layout.stage_memory import peak_bytes
 from scrimp.planner.layout.state_formats import StateFormats
 from scrimp.planner.layout.step_account import LOSS_BYTES, Above, above_floor, floor_of, passes_of
+from scrimp.precision import GEMMS, HEAD
 from scrimp.profiler.counted_step import KernelCounter, count_block
 
 Case = tuple[str, str, int, str]
@@ -63,9 +65,10 @@ _PUBLISHED = (
 ROWS: tuple[Case, ...] = tuple(
     (model, precision, plain, "none") if precision == "bf16" else (model, precision, low, again)
     for model, plain, low, again in _PUBLISHED
-    for precision in ("bf16", "fp8_tensor", "fp8")
+    for precision in ("bf16", "fp8_tensor", "fp8", "fp8_tensor + head", "fp8 + head")
 )
-"""That table, with the nearest level of recomputation."""
+"""That table, with the nearest level of recomputation. Of ours the head may be in 8 bits, too; LLMQ's is in bf16."""
+WITH_HEAD = " + head"
 SEQUENCE, TOKENS = 1024, 524_288
 STATES = StateFormats(masters=False)
 """LLMQ's: weights, gradients and moments in bf16."""
@@ -129,7 +132,7 @@ def main() -> None:
         )
     cluster = load_hardware(options.hardware)
     rows = [row_of(case, cluster) for case in cases]
-    shown = [case for case in cases if case[0] == cases[-1][0]]
+    shown = [case for case in cases if case[0] == cases[-1][0] and WITH_HEAD not in case[1]]
     accounts = {case: above_floor(setting_of(case, today(), cluster)) for case in shown}
     launches = {case: launches_of(case, cluster) for case in shown}
     text = page(rows, accounts, launches, before, options.hardware)
@@ -153,6 +156,7 @@ def today() -> Software:
 def setting_of(case: Case, program: Software, cluster: Cluster) -> Setting:
     """A step of LLMQ's size. Scrimp quantizes weights once in it where memory has room for them."""
     model, precision, micro_batch, recompute = case
+    precision, plans_head, _ = precision.partition(WITH_HEAD)
     found = Setting(
         model=sizes_of(spec_of(preset(model))),
         cluster=cluster,
@@ -163,6 +167,7 @@ def setting_of(case: Case, program: Software, cluster: Cluster) -> Setting:
         software=program,
         precision=precision,
         recompute=recompute,
+        formats={f"{HEAD}.{gemm}": precision for gemm in GEMMS} if plans_head else {},
     )
     if program.name not in OWN or precision == "bf16":
         return found

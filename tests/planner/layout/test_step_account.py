@@ -17,7 +17,7 @@ from scrimp.planner.layout.setting import BlockPlan, Offload, Setting
 from scrimp.planner.layout.software import in_states, software
 from scrimp.planner.layout.state_formats import StateFormats
 from scrimp.planner.layout.step_account import above_floor, floor_of, passes_of
-from scrimp.precision import RECIPES
+from scrimp.precision import GEMMS, HEAD, RECIPES
 
 OWN = ("scrimp", "scrimp-eager")
 
@@ -47,13 +47,16 @@ def seconds(passes):
     recompute=st.sampled_from(("none", "selective", "full")),
     masters=st.booleans(),
     micro_batch=st.sampled_from((4, 64)),
+    plans_head=st.booleans(),
 )
 def test_passes_add_up_to_the_prediction_and_floors_lie_below(
-    program, model, precision, recompute, masters, micro_batch
+    program, model, precision, recompute, masters, micro_batch, plans_head
 ):
     one = setting(
         program, model, masters=masters, precision=precision, recompute=recompute, micro_batch=micro_batch
     )
+    if plans_head:
+        one = dataclasses.replace(one, formats={f"{HEAD}.{gemm}": precision for gemm in GEMMS})
     said = predict(one).seconds
     # Predictions let sums of gradients run beside products, as they do in programs of another name.
     beside = dataclasses.replace(one, software=dataclasses.replace(one.software, name="another"))

@@ -17,6 +17,8 @@ Method   The step is cut into passes: products, attention, what moves numbers be
              of the first, with a scale
              of all tokens                written, and read when it is known      + 4        + 4
              operand of a weight          2 b once a step, by the update
+             of the final norm's result,
+             or of the logits' gradients  codes both ways for one bf16 number     2 b - 2    2 b - 2
              sum of a gradient            by the product, which from the second pass on reads it before it writes
              logits                       read and overwritten by their gradients 2          2
              update                       weight, moments and sum read, weight and moments written, once
@@ -44,12 +46,12 @@ from scrimp.models.shapes import value_width
 from scrimp.planner.layout.block_times import levels_until
 from scrimp.planner.layout.host_times import layer_ops, other_ops
 from scrimp.planner.layout.kernels import Kernels, element_bytes
-from scrimp.planner.layout.made_operands import again_bytes, inputs_again, layer_operands
+from scrimp.planner.layout.made_operands import again_bytes, inputs_again, layer_operands, made_operands
 from scrimp.planner.layout.predict import kernels_of
 from scrimp.planner.layout.product_times import output_shares, quantize_bytes
 from scrimp.planner.layout.setting import FULL, NONE, SELECTIVE, Setting
 from scrimp.planner.layout.software import OWN
-from scrimp.precision import GEMMS, HIGH_PRECISION
+from scrimp.precision import GEMMS, HEAD, HIGH_PRECISION
 
 _STREAM = 3
 """Numbers of the stream's width that a sum of it reads and writes."""
@@ -285,10 +287,28 @@ class _Account:
         tokens, D, V = self.tokens, float(self.model.width), float(self.model.vocab_size)
         yield self._bytes("embedding", tokens * D * (3 * self.software.activation_bytes + 8.0))
         for gemm in GEMMS:
-            yield self._multiplied("head", *_sizes(D, V, gemm, tokens), "bf16")
-        yield self._sum(V, D, tokens, "bf16", adds=False)
+            recipe = self._head_recipe(gemm)
+            yield self._multiplied("head", *_sizes(D, V, gemm, tokens), recipe)
+            launches, moved = self._head_operands(gemm, recipe)
+            if moved:
+                yield self._bytes("operands in 8 or 4 bits", moved, launches)
+        yield self._sum(V, D, tokens, self._head_recipe("wgrad"), adds=False)
         yield self._bytes("norms, gates, rotation", 6.0 * tokens * D * self.software.activation_bytes)
         yield self._bytes("loss", tokens * V * self._logit_bytes())
+
+    def _head_recipe(self, gemm: str) -> str:
+        return self.setting.formats.get(f"{HEAD}.{gemm}", "bf16")
+
+    def _head_operands(self, gemm: str, recipe: str) -> tuple[float, float]:
+        """Launches and bytes of what the head's product reads; its weight is quantized in each pass."""
+        tokens, D, V = self.tokens, float(self.model.width), float(self.model.vocab_size)
+        counted = made_operands(gemm, recipe, self.setting)
+        if counted is not None:
+            launches, x, y, w = counted
+            return launches, x * tokens * D + y * tokens * V + w * V * D
+        if recipe in HIGH_PRECISION or gemm == "wgrad":
+            return 0.0, 0.0
+        return 1.0, quantize_bytes(self.setting, recipe) * tokens * (D if gemm == "fprop" else V)
 
     def _logit_bytes(self) -> float:
         return self.software.bytes_per_logit
@@ -335,6 +355,13 @@ class _Floor(_Account):
             return 0.0
         return -2.0 * self.tokens * sum(one.inputs for one in inputs_again(block, made))
 
+    def _head_operands(self, gemm: str, recipe: str) -> tuple[float, float]:
+        """Of what the final norm gives and of the logits' gradients, written as codes both ways for bf16 numbers."""
+        if recipe in HIGH_PRECISION or gemm == "wgrad":
+            return 0.0, 0.0
+        each = 2.0 * element_bytes(recipe) - 2.0 + 4.0 * (recipe in _LARGEST_LATER)
+        return 0.0, each * self.tokens * float(self.model.width if gemm == "fprop" else self.model.vocab_size)
+
     def _sum(self, m: float, n: float, k: float, recipe: str, *, adds: bool) -> StepPass:
         """By the product."""
         return self._added(m, n, k, recipe, self._sum_bytes())
@@ -353,6 +380,11 @@ class _Floor(_Account):
             for linear in block.linears
             for gemm in ("fprop", "dgrad")
             if self.setting.recipe(linear.name, gemm) not in HIGH_PRECISION
+        )
+        codes += sum(
+            model.head_parameters * element_bytes(self._head_recipe(gemm))
+            for gemm in ("fprop", "dgrad")
+            if self._head_recipe(gemm) not in HIGH_PRECISION
         )
         yield self._bytes("update", each * model.parameters + codes)
 
@@ -380,7 +412,6 @@ def _refuse(setting: Setting) -> None:
         "a model with experts": has_experts,
         "blocks that are planned one by one": bool(setting.blocks),
         "a number of blocks that are made again": not isinstance(setting.recompute, str),
-        "a head in other formats than bf16": any(name.startswith("head.") for name in setting.formats),
         "parts that are made again by name": bool(setting.recompute_parts),
         "states or activations on the host": setting.offload != type(setting.offload)(),
     }
