@@ -100,7 +100,16 @@ ENDS_BY_ITSELF = {"gemm.py": 90, "memory.py": 30, "phases.py": 30, "llmq.py": 24
 ON_CUDA = ("--device", "cuda")
 PLANNED = (*ON_CUDA, "--compile", "--preset", "llama-300m", "--sequence", "2048", "--micro-batch", "8")
 COST = ("--preset", "llama-60m", "--sequence", "1024", "--batch-tokens", "65536")
-STEP = (*ON_CUDA, "--compile", "--precision", "bf16", "--sizes", *SIZES)
+STEP = (
+    *ON_CUDA,
+    "--precision",
+    "bf16",
+    "--sides",
+    "ours compiled",
+    "transformers compiled",
+    "--sizes",
+    *SIZES,
+)
 
 
 def of_gemm(suffix: str, *parts: str) -> Check:

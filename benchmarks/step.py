@@ -1,25 +1,23 @@
-"""Tokens per second and peak memory of one training step, against plain PyTorch over transformers.
+"""Tokens per second and peak memory of one training step, against plain PyTorch over transformers and without it.
 
-Question  How fast is Scrimp's decoder in a training step (forward, backward, clipping, fused
-          AdamW) beside the transformers model of the same shape, and does it learn the same?
-Peer      A plain loop: `AutoModelForCausalLM` with attn_implementation="sdpa" and no cache,
-          `F.cross_entropy` over float32 logits, the same clipping, the same fused AdamW, the
-          same batches; it starts from the same weights (exported by Scrimp, loaded by
-          transformers). bf16 means autocast over float32 parameters on both sides. With
-          --compile both are compiled: the peer as a whole, Scrimp by block as it trains.
-Method    Both sides take every step in one process, in turn, and change places after each,
-          so that whatever else the machine does falls on both. The first steps are dropped;
-          the table gives the median step, the fastest and slowest, and the median of the
-          ratios of neighbouring steps. Tokens are drawn from a Zipf distribution, so that
-          there is something to learn; losses are compared step by step.
+Question  How fast is Scrimp's decoder in a training step (forward, backward, clipping, fused AdamW) beside others'
+          models of the same shape, and does it learn the same?
+Sides     `step_sides.py`: Scrimp's step, compiled and not, and by torch's operators alone; the transformers model in a
+          plain loop, compiled and not; a decoder in plain PyTorch. All begin with the same weights and take the same
+          batches. bf16 means autocast over float32 parameters on all sides.
+Method    All sides take every step in one process, in turn, and change places after each, so that whatever else the
+          machine does falls on all. The first steps are dropped; the table gives the median step and the median of the
+          ratios of neighbouring steps. Tokens are drawn from a Zipf distribution, so that there is something to learn;
+          losses and norms of gradients are compared step by step, and must be ours.
 Share     FLOPs of our step (causal attention, `scrimp.planner.flops`) a second, over those of one product of three
-          2,048 x 2,048 matrices of the precision's type. Both sides' steps and one product take turns.
+          2,048 x 2,048 matrices of the precision's type. The steps of all sides and one product take turns.
 Memory    Peak of one further step, of each side alone: bytes of parameters and optimizer state
           plus the peak of what the step allocates, from the profiler's allocation events on
           the CPU and from the allocator's maximum on CUDA.
 Run       python benchmarks/step.py                          # CPU, all sizes, fp32 and bf16
-          python benchmarks/step.py --sizes llama-3m --repeats 3
-          python benchmarks/step.py --device cuda --compile --precision bf16 --sizes llama-300m
+          python benchmarks/step.py --sizes llama-3m --repeats 3 --sides ours "plain decoder"
+          python benchmarks/step.py --device cuda --precision bf16 --sizes llama-300m \
+              --sides "ours compiled" "transformers compiled"
 """
 
 from __future__ import annotations
@@ -27,31 +25,24 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from environment import RESULTS, cpu, facts, markdown_table, write_pair
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from step_sides import NAMES, OURS, PEER, Maker, Side
+from torch import Tensor
 
 from scrimp.config import load_config, preset, resolve
 from scrimp.config.architecture import Architecture
-from scrimp.data import Batch
 from scrimp.models import spec_of
-from scrimp.models.huggingface.export import export_model
-from scrimp.models.initialise import initialise
-from scrimp.models.model import Model, build_model
-from scrimp.objectives.next_token import NEXT_TOKEN
 from scrimp.planner.flops import count_flops
 
 QWEN_SMALL = Architecture(
@@ -70,28 +61,16 @@ QWEN_SMALL = Architecture(
 )
 """Grouped-query attention and QKV bias, as in Qwen 2.5, at about 27M parameters."""
 SIZES = ("llama-3m", "llama-20m", "llama-60m", "qwen-small")
-TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
-"""Largest relative difference between the two losses of a step that counts as the same."""
+TOLERANCE = {"fp32": (1e-4, 2e-3), "bf16": (1e-2, 1e-1)}
+"""Largest relative difference between two losses of a step, and between two norms of gradients, that counts as none."""
 
 PRODUCT_SIZE = 2048
 """Rows, columns and depth of the product whose rate a step is held against."""
 
-Step = Callable[[Tensor], float]
-
-
-@dataclass
-class Side:
-    """One of the two competitors."""
-
-    name: str
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    step: Step
-
 
 @dataclass(frozen=True)
 class Setting:
-    """What one row measures."""
+    """What is measured."""
 
     size: str
     precision: str
@@ -100,8 +79,26 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Taken:
+    """One side's steps."""
+
+    side: str
+    tokens_per_s: float
+    step_s: tuple[float, float, float]
+    """Fastest, median and slowest."""
+    peak_bytes: int
+    losses: list[float]
+    norms: list[float]
+    ratio: tuple[float, float, float]
+    """Its seconds over those of the first side, step by step: least, median and most."""
+    loss_difference: float
+    norm_difference: float
+    """Largest relative difference to the first side."""
+
+
+@dataclass(frozen=True)
 class Result:
-    """One row of the table."""
+    """All sides on one setting."""
 
     size: str
     precision: str
@@ -109,20 +106,16 @@ class Result:
     micro_batch: int
     num_parameters: int
     loss_chunk: int
-    ours_tokens_per_s: float
-    peer_tokens_per_s: float
-    ratio: float
-    ratio_spread: tuple[float, float]
     product_flops_per_s: float
     share_of_product: float
-    ours_step_s: tuple[float, float, float]
-    peer_step_s: tuple[float, float, float]
-    ours_peak_bytes: int
-    peer_peak_bytes: int
-    ours_losses: list[float]
-    peer_losses: list[float]
-    largest_loss_difference: float
-    same_losses: bool
+    """Of the first side."""
+    sides: list[Taken]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all sides had the same losses and norms."""
+        loss, norm = TOLERANCE[self.precision]
+        return all(one.loss_difference <= loss and one.norm_difference <= norm for one in self.sides)
 
 
 def main() -> None:
@@ -136,12 +129,13 @@ def main() -> None:
         setting = Setting(size, precision, sequence, options.micro_batch or max(1, 2048 // sequence))
         with console.status(str(setting)):
             results.append(measure(setting, options))
-        console.print(f"{size} {precision} {sequence}: {results[-1].ratio:.2f} x")
+        found = ", ".join(f"{one.ratio[1]:.2f} x {one.side}" for one in results[-1].sides[1:])
+        console.print(f"{size} {precision} {sequence}: {found}")
     written = write(results, before, options)
     console.print(table(results))
     console.print(f"written: {written}")
-    if not all(result.same_losses for result in results):
-        sys.exit("losses differ")
+    if not all(result.is_same for result in results):
+        sys.exit("losses or gradients differ")
 
 
 def parse() -> argparse.Namespace:
@@ -150,62 +144,101 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), help="presets, or qwen-small")
+    parser.add_argument(
+        "--sides", nargs="+", choices=NAMES, default=[OURS, PEER], help="the first against the others"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
-    parser.add_argument("--compile", action="store_true", help="compile both sides")
+    parser.add_argument("--precision", nargs="+", choices=tuple(TOLERANCE), default=list(TOLERANCE))
     parser.add_argument("--sequence", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--micro-batch", type=int, help="sequences per step; default: 2,048 tokens")
     parser.add_argument("--repeats", type=int, default=9, help="timed steps of each side")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before them, dropped")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--date", default=date.today().isoformat(), help="prefix of the result files")
+    parser.add_argument("--suffix", default="", help="end of their names")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
 
 
 def measure(setting: Setting, options: argparse.Namespace) -> Result:
-    """One row: both sides through the same steps."""
+    """All sides through the same steps."""
     architecture = QWEN_SMALL if setting.size == "qwen-small" else preset(setting.size)
     chunk = loss_chunk(architecture, setting, options.device)
-    ours, peer = sides(architecture, setting.precision, chunk, options)
+    maker = Maker(architecture, setting.precision, chunk, setting.sequence, options.device)
+    sides = [maker.side(name) for name in options.sides]
     batches = token_batches(architecture.vocab_size, setting, options)
-    seconds: dict[str, list[float]] = {"ours": [], "peer": [], "product": []}
-    losses: dict[str, list[float]] = {"ours": [], "peer": []}
+    courses = {side.name: Course() for side in sides}
+    multiplied: list[float] = []
     left, right = product_operands(setting.precision, options.device)
     for number, tokens in enumerate(batches):
-        for side in (ours, peer) if number % 2 == 0 else (peer, ours):
+        for index in range(len(sides)):
+            side = sides[(index + number) % len(sides)]
             start = time.perf_counter()
-            losses[side.name].append(side.step(tokens))
-            seconds[side.name].append(time.perf_counter() - start)
+            loss, norm = side.step(tokens)
+            courses[side.name].add(time.perf_counter() - start, loss, norm)
         start = time.perf_counter()
         (left @ right)[0, 0].item()
-        seconds["product"].append(time.perf_counter() - start)
-    timed = {name: values[options.warm_up :] for name, values in seconds.items()}
-    ratios = [peer_s / ours_s for ours_s, peer_s in zip(timed["ours"], timed["peer"], strict=True)]
-    pairs = zip(losses["ours"], losses["peer"], strict=True)
-    difference = max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
+        multiplied.append(time.perf_counter() - start)
+    first = courses[sides[0].name]
     num_tokens = setting.sequence * setting.micro_batch
     step_flops = num_tokens * count_flops(spec_of(architecture), setting.sequence).causal
-    product_rate = 2 * PRODUCT_SIZE**3 / statistics.median(timed["product"])
+    product_rate = 2 * PRODUCT_SIZE**3 / statistics.median(multiplied[options.warm_up :])
+    step_s = statistics.median(first.seconds[options.warm_up :])
     return Result(
         **asdict(setting),
         num_parameters=spec_of(architecture).parameters,
         loss_chunk=chunk,
-        ours_tokens_per_s=num_tokens / statistics.median(timed["ours"]),
-        peer_tokens_per_s=num_tokens / statistics.median(timed["peer"]),
-        ratio=statistics.median(ratios),
-        ratio_spread=(min(ratios), max(ratios)),
         product_flops_per_s=product_rate,
-        share_of_product=step_flops / statistics.median(timed["ours"]) / product_rate,
-        ours_step_s=spread(timed["ours"]),
-        peer_step_s=spread(timed["peer"]),
-        ours_peak_bytes=peak_bytes(ours, batches[0]),
-        peer_peak_bytes=peak_bytes(peer, batches[0]),
-        ours_losses=losses["ours"],
-        peer_losses=losses["peer"],
-        largest_loss_difference=difference,
-        same_losses=difference <= TOLERANCE[setting.precision],
+        share_of_product=step_flops / step_s / product_rate,
+        sides=[
+            taken(
+                side.name,
+                courses[side.name],
+                first,
+                num_tokens,
+                options.warm_up,
+                peak_bytes(side, batches[0]),
+            )
+            for side in sides
+        ],
     )
+
+
+@dataclass
+class Course:
+    """What a side's steps gave, one after another."""
+
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float, loss: float, norm: float) -> None:
+        """One more step."""
+        self.seconds.append(seconds)
+        self.losses.append(loss)
+        self.norms.append(norm)
+
+
+def taken(name: str, own: Course, first: Course, num_tokens: int, warm_up: int, peak: int) -> Taken:
+    """A side's figures, beside those of the first side."""
+    seconds = own.seconds[warm_up:]
+    ratios = [mine / its for mine, its in zip(seconds, first.seconds[warm_up:], strict=True)]
+    return Taken(
+        side=name,
+        tokens_per_s=num_tokens / statistics.median(seconds),
+        step_s=spread(seconds),
+        peak_bytes=peak,
+        losses=own.losses,
+        norms=own.norms,
+        ratio=spread(ratios),
+        loss_difference=largest_difference(own.losses, first.losses),
+        norm_difference=largest_difference(own.norms, first.norms),
+    )
+
+
+def largest_difference(own: Sequence[float], first: Sequence[float]) -> float:
+    """Of two numbers of a step, relative to the first side's."""
+    return max(abs(mine - its) / abs(its) for mine, its in zip(own, first, strict=True))
 
 
 def product_operands(precision: str, device: str) -> tuple[Tensor, Tensor]:
@@ -240,68 +273,9 @@ def token_batches(vocab_size: int, setting: Setting, options: argparse.Namespace
     return list(tokens.view(steps, setting.micro_batch, -1).to(options.device))
 
 
-def sides(
-    architecture: Architecture, precision: str, chunk: int, options: argparse.Namespace
-) -> tuple[Side, Side]:
-    """Both models with the same weights, and their steps."""
-    model = build_model(architecture)
-    initialise(model, 0)
-    peer = transformers_model(model, architecture).to(options.device)
-    model.to(options.device)
-    compiled_peer: Any = peer
-    if options.compile:
-        compiled_peer = torch.compile(peer)
-        for block in model.blocks:
-            block.compile()
-
-    def autocast() -> AbstractContextManager[object]:
-        return torch.autocast(options.device, torch.bfloat16) if precision == "bf16" else nullcontext()
-
-    def our_loss(tokens: Tensor) -> Tensor:
-        with autocast():
-            sums = NEXT_TOKEN.loss(model, Batch.of(tokens[:, :-1], tokens[:, 1:]), chunk=chunk)
-        return sums.total / tokens[:, 1:].numel()
-
-    def peer_loss(tokens: Tensor) -> Tensor:
-        with autocast():
-            logits = compiled_peer(input_ids=tokens[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-    return side("ours", model, our_loss), side("peer", peer, peer_loss)
-
-
-def transformers_model(model: Model, architecture: Architecture) -> nn.Module:
-    """The transformers model with our weights, through an exported folder."""
-    from transformers import AutoModelForCausalLM
-
-    with tempfile.TemporaryDirectory() as folder:
-        export_model(model, architecture, Path(folder) / "model")
-        peer: nn.Module = AutoModelForCausalLM.from_pretrained(
-            Path(folder) / "model", attn_implementation="sdpa", dtype=torch.float32
-        )
-    return peer.train()
-
-
-def side(name: str, model: nn.Module, loss_of: Callable[[Tensor], Tensor]) -> Side:
-    """A competitor with its optimizer: everything but the loss is the same for both."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
-
-    def step(tokens: Tensor) -> float:
-        loss = loss_of(tokens)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return Side(name, model, optimizer, step)
-
-
-def spread(seconds: list[float]) -> tuple[float, float, float]:
-    """Fastest, median and slowest."""
-    return min(seconds), statistics.median(seconds), max(seconds)
+def spread(figures: Sequence[float]) -> tuple[float, float, float]:
+    """The least, the median and the largest."""
+    return min(figures), statistics.median(figures), max(figures)
 
 
 def peak_bytes(side: Side, tokens: Tensor) -> int:
@@ -334,9 +308,9 @@ def allocator_peak(profile: torch.profiler.profile) -> int:
 
 def write(results: list[Result], before: dict[str, Any], options: argparse.Namespace) -> Path:
     """The results as JSON, and as a page."""
-    suffix = f"{options.device}-compiled" if options.compile else options.device
     record = {"environment": before, "results": [asdict(result) for result in results]}
-    return write_pair(options.out, f"{options.date}-step-{suffix}", record, page(results, before))
+    name = f"{options.date}-step-{options.device}{options.suffix}"
+    return write_pair(options.out, name, record, page(results, before))
 
 
 def environment(options: argparse.Namespace) -> dict[str, Any]:
@@ -349,65 +323,59 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if options.device == "cuda" else cpu(),
         "threads": options.threads,
         **{name: found["versions"][name] for name in ("torch", "transformers", "python")},
-        "compiled": options.compile,
         "optimizer": "AdamW fused, lr 1e-3, betas 0.9/0.95, decay 0.1; clip 1.0; float32 parameters and state",
-        "steps": f"{options.warm_up} dropped, {options.repeats} timed, both sides in turn",
+        "steps": f"{options.warm_up} dropped, {options.repeats} timed, all sides in turn",
         "data": "Zipf distributed random tokens, each row one document",
     }
 
 
-COLUMNS = (
-    "size",
-    "precision",
-    "parameters",
-    "tokens/step",
-    "ours tok/s",
-    "peer tok/s",
-    "ratio (spread)",
-    "share of a product",
-    "peak ours / peer",
-    "largest loss difference",
-)
+COLUMNS = ("setting", "side", "tok/s", "its time / the first's", "peak", "differences of losses, of norms")
 
 
-def cells(result: Result) -> list[str]:
-    """One row as text."""
-    low, high = result.ratio_spread
-    return [
-        result.size,
-        result.precision,
-        f"{result.num_parameters / 1e6:.1f}M",
-        f"{result.micro_batch} x {result.sequence}",
-        f"{result.ours_tokens_per_s:,.0f}",
-        f"{result.peer_tokens_per_s:,.0f}",
-        f"{result.ratio:.2f} ({low:.2f} to {high:.2f})",
-        f"{result.share_of_product:.0%} of {result.product_flops_per_s / 1e12:.2f} TFLOP/s",
-        f"{result.ours_peak_bytes / 2**20:,.0f} / {result.peer_peak_bytes / 2**20:,.0f} MiB",
-        f"{result.largest_loss_difference:.1e}",
-    ]
+def cells(result: Result) -> list[list[str]]:
+    """A row for each side as text."""
+    setting = f"{result.size} {result.precision} {result.micro_batch} x {result.sequence}"
+    return [[setting, *of_side(one, is_first=one is result.sides[0])] for one in result.sides]
+
+
+def of_side(one: Taken, *, is_first: bool) -> list[str]:
+    """Its cells."""
+    low, middle, high = one.ratio
+    beside = ["", ""]
+    if not is_first:
+        differences = f"{one.loss_difference:.1e}, {one.norm_difference:.1e}"
+        beside = [f"{middle:.2f} ({low:.2f} to {high:.2f})", differences]
+    return [one.side, f"{one.tokens_per_s:,.0f}", beside[0], f"{one.peak_bytes / 2**20:,.0f} MiB", beside[1]]
 
 
 def table(results: list[Result]) -> Table:
     """For the terminal."""
-    rich = Table(title="one training step: Scrimp (ours) and plain PyTorch over transformers (peer)")
+    rich = Table(title="one training step")
     for column in COLUMNS:
         rich.add_column(column)
     for result in results:
-        rich.add_row(*cells(result))
+        for row in cells(result):
+            rich.add_row(*row)
     return rich
 
 
 def page(results: list[Result], facts: dict[str, Any]) -> str:
     """For the repository."""
-    lines = ["# One training step: Scrimp against plain PyTorch over transformers", ""]
-    lines += ["All figures measured; how, and what the peer is: the docstring of `benchmarks/step.py`.", ""]
+    lines = ["# One training step: Scrimp beside plain PyTorch", ""]
+    lines += ["All figures measured; how, and what the sides are: the docstring of `benchmarks/step.py`.", ""]
     lines += [f"- {name}: {value}" for name, value in facts.items()]
-    lines += ["", *markdown_table(COLUMNS, map(cells, results))]
-    lines += ["", "Losses, first and last step (ours / peer):", ""]
+    lines += ["", *markdown_table(COLUMNS, (row for result in results for row in cells(result)))]
+    lines += [
+        "",
+        "FLOPs of the first side's step a second, over those of one large product in the same minutes:",
+        "",
+    ]
     for r in results:
-        first, last = (f"{r.ours_losses[i]:.5f} / {r.peer_losses[i]:.5f}" for i in (0, -1))
+        name = f"{r.size} {r.precision} {r.micro_batch} x {r.sequence}"
+        of_product = f"{r.share_of_product:.0%} of {r.product_flops_per_s / 1e12:.2f} TFLOP/s"
+        last = ", ".join(f"{one.losses[-1]:.5f} {one.side}" for one in r.sides)
         lines.append(
-            f"- {r.size} {r.precision} {r.sequence}: {first}, {last}; loss in chunks of {r.loss_chunk or 'all'} tokens"
+            f"- {name}: {of_product}; loss in chunks of {r.loss_chunk or 'all'} tokens; last losses {last}"
         )
     return "\n".join(lines) + "\n"
 
