@@ -3,7 +3,7 @@
 ours                    Scrimp's decoder and loss, as `scrimp train` has them
 ours compiled           the same, compiled by block as it trains with `train.compile`
 ours by operators       the same without kernels of Numba's: by torch's operators
-transformers            `AutoModelForCausalLM` with attn_implementation="sdpa" and no cache, `F.cross_entropy` over float32
+transformers            `AutoModelForCausalLM` with attn_implementation="sdpa" and no cache, cross-entropy over float32
                         logits
 transformers compiled   the same, compiled as a whole
 plain decoder           `plain_decoder.py`, with the same loss
