@@ -68,7 +68,7 @@ PUBLIC = {
     "export-layout": "SOURCE OUT --target --approximate",
     "report": "RUN",
     "score": "[STUDIES] --out --card",
-    "study": "STUDY --out --seeds --set --at-once --ray --dry-run --report --trust-code",
+    "study": "STUDY --out --seeds --hours --set --at-once --ray --dry-run --report --trust-code",
     "doctor": "--device --json --fresh --ranks",
 }
 

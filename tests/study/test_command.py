@@ -44,6 +44,19 @@ def test_report_of_a_file_runs_nothing(
     assert main(["study", "mine.toml", "--report", "--out", "elsewhere"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(("--seeds=2", "--hours=1"), "both say how many seeds"), (("--hours=0",), "--hours is out of range")],
+)
+def test_hours_that_say_nothing_are_refused(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text(study_of().text)
+    assert main(["study", str(tmp_path / "mine.toml"), f"--out={tmp_path / 'out'}", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_failed_run_makes_the_exit_code_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = results(tmp_path)
     (row,) = rows_for(study_of(seeds=1), {"c": [None]}).values()

@@ -8,11 +8,19 @@ from pathlib import Path
 import pytest
 from fakes import PROBE, row_for, rows_for, study_of
 
-from scrimp.errors import DataError
+from scrimp.errors import ConfigError, DataError
 from scrimp.study import estimate
 from scrimp.study.announce import announcement, visible_text
 from scrimp.study.comparisons import visible_difference
-from scrimp.study.estimate import places_here, probe_all, seconds_of, steps_left, threads_of, with_micro_batch
+from scrimp.study.estimate import (
+    places_here,
+    probe_all,
+    seconds_of,
+    steps_left,
+    threads_of,
+    with_micro_batch,
+    within,
+)
 from scrimp.study.job import Job
 
 PROBES = dict.fromkeys("abc", PROBE)  # 2 s until the first step, 0.5 s each of 8 steps
@@ -25,6 +33,16 @@ def test_hours_are_those_of_all_runs_in_their_places() -> None:
     assert seconds_of(study, PROBES, {("a", 0): 8, ("b", 0): 8}, 1) == 7 * 6.0
     assert seconds_of(study, PROBES, {}, 100) == 6.0  # no run is faster than itself
     assert steps_left(study, {("a", 0): 8}) == (8, 64)
+
+
+def test_so_many_hours_have_room_for_so_many_seeds() -> None:
+    """Three runs of 6 s for each seed."""
+    study = study_of()
+    for places, seconds, seeds in ((1, 36.0, 2), (1, 53.9, 2), (1, 54.0, 3), (2, 45.0, 5), (1, 3600.0, 200)):
+        found = within(study, PROBES, seconds / 3600, places)
+        assert (len(found.seeds), found.seeds[:3]) == (seeds, study.seeds[:seeds]), (places, seconds)
+    with pytest.raises(ConfigError, match=r"no room for two seeds of .* 36"):
+        within(study, PROBES, 35.9 / 3600, 1)
 
 
 def test_hours_of_halving_are_those_of_rounds() -> None:

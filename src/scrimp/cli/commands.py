@@ -345,6 +345,8 @@ class StudyCommand:
     """Folder of the results. Unset: studies/ and the study's name."""
     seeds: int | None = None
     """So many seeds instead of the file's: its own first, then further ones."""
+    hours: float | None = None
+    """As many seeds as so many hours have room for, by first steps; two at least."""
     set: Annotated[tuple[str, ...], UseAppendAction] = ()
     """A setting of the runs as KEY=VALUE, in the place of the file's, such as model.weights=FOLDER or
     budget.fp4_flops=0.9; once for each. Where variants have it, in those; else in all runs; trunk.KEY=VALUE in the
@@ -363,6 +365,8 @@ class StudyCommand:
     def execute(self, given: frozenset[str]) -> int:
         if self.seeds is not None:
             check_range("--seeds", self.seeds, Range(1, 10_000))
+        if self.hours is not None:
+            check_range("--hours", self.hours, Range(0, 10_000, above=True))
         if self.at_once is not None:
             check_range("--at-once", self.at_once, Range(1, 10_000))
         from scrimp.cli.study import study

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from scrimp.recipes import PREFIX, check, file_of, findings, is_recipe
 from scrimp.study.announce import announcement
 from scrimp.study.conduct import RUNS, STUDY_FILE, begin, conduct, lock_folder, rows_of, study_of
 from scrimp.study.definition import Study, load_study, shipped_studies
-from scrimp.study.estimate import Probe, places_here, probe_all, seconds_of, steps_left, threads_of
+from scrimp.study.estimate import Probe, places_here, probe_all, seconds_of, steps_left, threads_of, within
 from scrimp.study.looks import read_looks, record_looks
 from scrimp.study.page import write_page
 from scrimp.study.processes import LocalPlaces, Places
@@ -42,6 +43,7 @@ def study(command: StudyCommand) -> int:
             "--out": command.out is not None,
             "--dry-run": command.dry_run,
             "--seeds": command.seeds is not None,
+            "--hours": command.hours is not None,
             "--set": bool(command.set),
             "--at-once": command.at_once is not None,
             "--ray": command.ray is not None,
@@ -57,9 +59,12 @@ def study(command: StudyCommand) -> int:
     found = _load(command)
     folder = expand_home("--out", command.out or Path("studies") / found.name)
     if command.seeds is not None:
+        if command.hours is not None:
+            raise ConfigError("--seeds and --hours both say how many seeds there are", do="leave one out")
         found = found.with_seeds(command.seeds)
     if command.report:
         ignored = {
+            "--hours": command.hours is not None,
             "--dry-run": command.dry_run,
             "--at-once": command.at_once is not None,
             "--ray": command.ray is not None,
@@ -98,19 +103,22 @@ def _report(found: Study, folder: Path) -> int:
 
 
 def _carry_out(found: Study, folder: Path, command: StudyCommand) -> int:
-    rows, looks, threads = begin(found, folder), read_looks(folder), threads_of(found)
+    looks, threads = read_looks(folder), threads_of(found)
+    begin(found, folder)
     make_folder(folder / RUNS)
     probes = probe_all(found, folder, threads, say, trusts=command.trust_code)
-    done = {(name, seed): steps for (name, seed, steps), row in rows.items() if row.error is None}
     with _places(found, probes, threads, command) as (places, why):
-        seconds = seconds_of(found, probes, done, places.count)
+        if command.hours is not None:
+            found = replace(within(found, probes, command.hours, places.count), threads=threads)
+        rows = rows_of(found, folder)
+        done = {(name, seed): steps for (name, seed, steps), row in rows.items() if row.error is None}
         for line in announcement(
             found,
             rows,
             probes,
             places=places.count,
             limited_by=why,
-            seconds=seconds,
+            seconds=seconds_of(found, probes, done, places.count),
             threads=threads,
             looks=looks,
         ):

@@ -18,6 +18,7 @@ Checked  tests/study/test_estimate.py
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import json
@@ -30,16 +31,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from scrimp.errors import CheckpointError, DataError, TrainingError
+from scrimp.errors import CheckpointError, ConfigError, DataError, TrainingError
 from scrimp.files import write_whole
 from scrimp.host_memory import host_memory_available
 from scrimp.json_files import read_json
+from scrimp.report.units import format_duration
 from scrimp.study.definition import Study
 from scrimp.study.job import Job, data_digest, read_run_of
 from scrimp.study.processes import Process
 from scrimp.study.rounds import steps_of, survivors
 from scrimp.study.rows import digest_of
-from scrimp.study.variants import TRUNK, Variant
+from scrimp.study.variants import MOST_RUNS, TRUNK, Variant
 
 PROBES: Final = "probes.json"
 _COSTS_NOTHING: Final[Mapping[str, str]] = {
@@ -146,6 +148,27 @@ def seconds_of(
         probes[name].startup_seconds + steps * probes[name].step_seconds for name, steps in _left(study, done)
     ]
     return max(sum(each) / places, max(each, default=0.0))
+
+
+def within(study: Study, probes: Mapping[str, Probe], hours: float, places: int) -> Study:
+    """The study with as many seeds as so many hours have room for, whatever of it is done: two or more.
+
+    Raises:
+        ConfigError: there is no room for two.
+    """
+
+    def seconds(count: int) -> float:
+        return seconds_of(study.with_seeds(count), probes, {}, places)
+
+    counts = range(1, MOST_RUNS // len(study.variants) + 1)
+    count = bisect.bisect_right(counts, 3600 * hours, key=seconds)
+    if count < 2:
+        raise ConfigError(
+            f"--hours {hours:g} has no room for two seeds of {study.name}",
+            got=f"{format_duration(seconds(2))} by first steps",
+            do="give more hours, or runs of fewer steps (--set train.steps=...)",
+        )
+    return study.with_seeds(count)
 
 
 def steps_left(study: Study, done: Mapping[tuple[str, int], int]) -> tuple[int, int]:
