@@ -47,10 +47,13 @@ def settings_of(name: str) -> Mapping[str, Any]:
 
 def is_middle(name: str) -> bool:
     method = next(one for one in METHODS if name.startswith(f"{one}-"))
-    rates = sorted(
-        float(one.settings["optimizer.lr"]) for one in STUDY.variants if one.name.startswith(f"{method}-")
-    )
-    return float(STUDY.named(name).settings["optimizer.lr"]) == rates[1]
+    rates = sorted(rate_of(one.name) for one in STUDY.variants if one.name.startswith(f"{method}-"))
+    return rate_of(name) == rates[1]
+
+
+def rate_of(name: str) -> float:
+    """That of the blocks' matrices, which the name says."""
+    return float("-".join(name.rsplit("-", 2)[1:]))
 
 
 def planted() -> dict[str, float]:
@@ -65,6 +68,15 @@ def planted() -> dict[str, float]:
 def test_every_method_is_tried_at_three_rates() -> None:
     for method in METHODS:
         assert sum(one.name.startswith(f"{method}-") for one in STUDY.variants) == 3
+
+
+def test_a_variant_s_name_has_its_matrices_rate_and_embeddings_have_four_times_that() -> None:
+    for one in STUDY.variants:
+        settings = one.settings
+        lr, ratio = settings["optimizer.lr"], settings["optimizer.embedding_lr_ratio"]
+        matrices = lr * settings.get("optimizer.low_rank_scale", 1.0)
+        assert matrices == pytest.approx(rate_of(one.name))
+        assert lr * ratio == pytest.approx(4 * matrices)
 
 
 def test_a_rate_is_chosen_by_the_first_seed_and_shown_on_the_other() -> None:
@@ -83,7 +95,7 @@ def test_a_rate_is_chosen_by_the_first_seed_and_shown_on_the_other() -> None:
 def test_one_seed_says_that_its_choice_is_its_own() -> None:
     said = findings(results_of_losses(planted(), seeds=1))
     assert said[0].endswith("losses are of the same seed, and so a little too low.")
-    assert "2.5000 at rate 0.003" in said[1]
+    assert "2.5000 at rate 0.001" in said[1]
 
 
 def test_a_best_rate_at_an_end_is_said() -> None:

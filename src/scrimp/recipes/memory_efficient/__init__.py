@@ -26,7 +26,7 @@ Checked  tests/recipes/test_memory_efficient.py
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -57,6 +57,7 @@ class Best:
     method: str
     variant: str
     rate: float
+    """Of the blocks' matrices."""
     losses: tuple[float, ...]
     """Those of the seeds that the rate was not chosen by; where there is one seed, its."""
     state_bytes: int
@@ -98,7 +99,7 @@ def _best(results: Results, method: str, seeds: Sequence[int]) -> Best | None:
     if not seeds or not variants or not all(one.values for one in variants):
         return None
     best = min(variants, key=lambda one: one.values[seeds[0]])
-    rates = {one.name: float(results.study.named(one.name).settings["optimizer.lr"]) for one in variants}
+    rates = {one.name: _rate(results.study.named(one.name).settings) for one in variants}
     shown = seeds[1:] or seeds
     return Best(
         method,
@@ -108,6 +109,11 @@ def _best(results: Results, method: str, seeds: Sequence[int]) -> Best | None:
         state_bytes(results.study.named(best.name).settings),
         rates[best.name] in (min(rates.values()), max(rates.values())),
     )
+
+
+def _rate(settings: Mapping[str, Any]) -> float:
+    """The learning rate of the blocks' matrices."""
+    return float(settings["optimizer.lr"]) * float(settings.get("optimizer.low_rank_scale", 1.0))
 
 
 def _method_of(outcome: Outcome) -> str | None:
