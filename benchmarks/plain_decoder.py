@@ -59,7 +59,7 @@ class PlainDecoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x, length = self.embedding(tokens), tokens.shape[1]
         for block in self.blocks:
-            x = block(x, self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype))
+            x = block(x, self.cos[:length], self.sin[:length])
         logits: Tensor = self.head(self.final_norm(x))
         return logits
 
@@ -74,8 +74,10 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def plain_decoder(shape: Architecture, weights: dict[str, Tensor], context: int) -> PlainDecoder:
     """With the weights of Scrimp's decoder, by its names."""
     found = PlainDecoder(shape, context)
-    names = {name: name.replace("attention.", "").replace("mlp.", "") for name in weights}
-    found.load_state_dict({names[name]: weight.clone() for name, weight in weights.items()}, strict=False)
-    missing = {name for name, _ in found.named_parameters()} - set(names.values())
-    assert not missing, missing
+    own = dict(found.named_parameters())
+    theirs = {name.replace("attention.", "").replace("mlp.", ""): weight for name, weight in weights.items()}
+    assert own.keys() == theirs.keys(), own.keys() ^ theirs.keys()
+    with torch.no_grad():
+        for name, weight in own.items():
+            weight.copy_(theirs[name])
     return found

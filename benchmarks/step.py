@@ -9,9 +9,9 @@ Method    All sides take every step in one process, in turn, and change places a
           machine does falls on all. The first steps are dropped; the table gives the median step and the median of the
           ratios of neighbouring steps. Tokens are drawn from a Zipf distribution, so that there is something to learn;
           losses are compared step by step, norms of gradients in the first step, before rounding has moved weights
-          apart; both must be ours.
-Share     FLOPs of our step (causal attention, `scrimp.planner.flops`) a second, over those of one product of three
-          2,048 x 2,048 matrices of the precision's type. The steps of all sides and one product take turns.
+          apart; both must be the first side's.
+Share     FLOPs of the first side's step (causal attention, `scrimp.planner.flops`) a second, over those of one product
+          of three 2,048 x 2,048 matrices of the precision's type. The steps of all sides and one product take turns.
 Memory    Peak of one further step, of each side alone: bytes of parameters and optimizer state
           plus the peak of what the step allocates, from the profiler's allocation events on
           the CPU and from the allocator's maximum on CUDA.
@@ -110,7 +110,7 @@ class Result:
     loss_chunk: int
     product_flops_per_s: float
     share_of_product: float
-    """Of the first side."""
+    """FLOPs of the first side's step a second over those."""
     sides: list[Taken]
 
     @property
@@ -159,7 +159,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--date", default=date.today().isoformat(), help="prefix of the result files")
     parser.add_argument("--suffix", default="", help="end of their names")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if len(set(options.sides)) < len(options.sides):
+        parser.error("--sides names a side twice")
+    return options
 
 
 def measure(setting: Setting, options: argparse.Namespace) -> Result:
@@ -239,7 +242,7 @@ def taken(name: str, own: Course, first: Course, num_tokens: int, warm_up: int, 
 
 
 def largest_difference(own: Sequence[float], first: Sequence[float]) -> float:
-    """Of two numbers of a step, relative to the first side's."""
+    """The largest difference of two numbers of a step, relative to the first side's."""
     return max(abs(mine - its) / abs(its) for mine, its in zip(own, first, strict=True))
 
 

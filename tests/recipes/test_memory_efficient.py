@@ -84,7 +84,7 @@ def test_a_rate_is_chosen_by_the_first_seed_and_shown_on_the_other() -> None:
     assert said[0] == "Each method at the best of its rates by seed 0; losses are of 1 other seed."
     rows = dict(zip(METHODS.values(), said[1:7], strict=True))
     for method, words in METHODS.items():
-        assert rows[words].startswith(f"{words}: {PLANTED[method] + 0.01:.4f} at rate 0.0")
+        assert rows[words].startswith(f"{words}: {PLANTED[method] + 0.01:.4f} at a matrices' rate of 0.0")
     assert said[7] == "The lowest loss has full rank, by 0.1000 below Fira, on 1 of 1 seeds."
     assert said[8] == (
         "Refactorization and reset change the loss of low rank by -0.0500; lower on 1 of 1 seeds."
@@ -95,7 +95,7 @@ def test_a_rate_is_chosen_by_the_first_seed_and_shown_on_the_other() -> None:
 def test_one_seed_says_that_its_choice_is_its_own() -> None:
     said = findings(results_of_losses(planted(), seeds=1))
     assert said[0].endswith("losses are of the same seed, and so a little too low.")
-    assert "2.5000 at rate 0.001" in said[1]
+    assert "2.5000 at a matrices' rate of 0.001" in said[1]
 
 
 def test_a_best_rate_at_an_end_is_said() -> None:
@@ -143,5 +143,5 @@ def test_of_methods_whose_runs_are_missing_nothing_is_said(gone: str) -> None:
     said = findings(results_of_losses(planted(), missing=gone))
     method = METHODS[next(one for one in METHODS if gone.startswith(f"{one}-"))]
     assert not any(one.startswith(f"{method}:") for one in said)
-    assert sum(": " in one and " at rate " in one for one in said) == 5
+    assert sum(": " in one and " rate of " in one for one in said) == 5
     assert findings(results_of_losses({})) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,11 @@ def test_low_formats_and_a_memory_plan_work_and_a_run_goes_on(
     for number, run in enumerate(runs_of(folder / f"{name}-low")):
         assert "fp8 by " in events(run, "start")[0]["backends"]
         assert "gave the numbers of their formats" in events(run, "proof")[0]["reason"]
+        plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
+        assert {one["activations"] for one in plan["blocks"].values()} == {"block"}
         again = tmp_path / str(number)
         assert main(goes_on(run, again, 2)) == 0
+        assert events(again, "resume")[0]["step"] == 2
         assert sorted(losses(again)) == [1, 2, 3, 4]
         assert losses(again) == losses(run)
 

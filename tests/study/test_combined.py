@@ -144,6 +144,8 @@ def test_a_merge_reads_runs_of_ranks_and_holds_one_tensor_of_each(tmp_path: Path
     merged = build_model(architecture_of_weights(runs[0]), dtype=torch.float32)
     # torch counts the whole of a file that is mapped; the kernel drops its pages where memory is short.
     mapped = allocator_peak(lambda: [next(finite_weights(checkpoint_of(run))) for run in runs])
+    files = [file for run in runs for file in checkpoint_of(run).folder.glob("*.safetensors")]
+    assert mapped <= sum(file.stat().st_size for file in files)
     peak = allocator_peak(lambda: average(merged, runs, [3.0, 1.0])) - mapped
     largest = max(parameter.numel() for parameter in merged.parameters())
     assert peak <= 3 * 8 * largest  # sums and means in float64

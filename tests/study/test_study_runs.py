@@ -258,3 +258,19 @@ def test_runs_go_on_from_the_weights_and_moments_of_their_trunk(done: Any, tmp_p
     runs = {name: records(out / "runs" / f"{name}-seed0") for name in ("trunk", "slow", "fast")}
     assert runs["slow"][0]["loss"] == runs["fast"][0]["loss"] < runs["trunk"][0]["loss"] - 0.5
     assert (found["fast", 0, STEPS]["held_out_loss"] or 9) < (found["trunk", 0, 12]["held_out_loss"] or 0)
+
+
+def test_hours_choose_the_seeds(done: Any, tmp_path: Path) -> None:
+    """By the first steps that are there, in one place: runs of both variants for each seed."""
+    file, whole, _ = done
+    folder = tmp_path / "out"
+    shutil.copytree(whole, folder)
+    probes = json.loads((folder / "probes.json").read_text(encoding="utf-8"))
+    for probe in probes.values():
+        probe |= {"startup_seconds": 1.0, "step_seconds": 0.25}
+    (folder / "probes.json").write_text(json.dumps(probes), encoding="utf-8")
+    hours = 4.5 * 2 * (1 + 0.25 * STEPS) / 3600
+    asked = study(file, "--out", folder, "--at-once", 1, "--hours", hours, "--dry-run")
+    assert asked.returncode == 0, asked.stderr
+    assert "2 variants x 4 seeds = 8 runs" in asked.stderr
+    assert "4 of them are done" in asked.stderr

@@ -86,7 +86,7 @@ def read_ask(ask: Ask, config: Config, given: Collection[str]) -> Asked:
     tokens = None if ask.tokens is None else parse_count(ask.tokens, key="--tokens")
     goal = Goal(objective=ask.objective, tokens=tokens, days=ask.days)
     cluster = load_hardware(ask.hardware)
-    family, sequence, batch = _model(ask.shape, config)
+    family, sequence, batch = model_asked(ask.shape, config)
     question = asked.question_asked(
         config,
         model=family.member(family.given).model,
@@ -138,8 +138,12 @@ def _refuse(given: Collection[str], shape: Path | None) -> None:
         )
 
 
-def _model(shape: Path | None, config: Config) -> tuple[ModelFamily, int, int]:
-    """The model among others of its shape, and tokens of a sequence and of a batch."""
+def model_asked(shape: Path | None, config: Config) -> tuple[ModelFamily, int, int]:
+    """The model among others of its shape, and tokens of a sequence and of a batch.
+
+    Raises:
+        ScrimpError: a shape or a model that the search does not know, or a batch that is no whole number of sequences.
+    """
     train = config.train
     if shape is not None:
         if train.sequence is None or train.batch_tokens is None:

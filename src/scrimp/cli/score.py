@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from scrimp.cli.score_seconds import predict
 from scrimp.cli.show import plain_console
 from scrimp.config.read_toml import expand_home
 from scrimp.errors import ConfigError
-from scrimp.study.predicted_seconds import predict
 from scrimp.study.score_page import score_table, seconds_table, steps_table, write_score_page
 from scrimp.study.workloads import standing
 

@@ -24,6 +24,7 @@ from scrimp.study.progress import StudyProgress
 from scrimp.study.results import Results, descent_text, results_of
 from scrimp.study.rows import ROWS, Key, Row
 from scrimp.study.table import verdict_table
+from scrimp.study.variants import MOST_RUNS
 
 if TYPE_CHECKING:
     from scrimp.cli.commands import StudyCommand
@@ -107,7 +108,8 @@ def _carry_out(found: Study, folder: Path, command: StudyCommand) -> int:
     begin(found, folder)
     make_folder(folder / RUNS)
     probes = probe_all(found, folder, threads, say, trusts=command.trust_code)
-    with _places(found, probes, threads, command) as (places, why):
+    of_most = found if command.hours is None else found.with_seeds(MOST_RUNS // len(found.variants))
+    with _places(of_most, probes, threads, command) as (places, why):
         if command.hours is not None:
             found = replace(within(found, probes, command.hours, places.count), threads=threads)
         rows = rows_of(found, folder)

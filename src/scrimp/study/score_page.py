@@ -6,6 +6,7 @@ Checked  tests/study/test_workloads.py
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,6 @@ from scrimp.files import write_whole
 from scrimp.report.html import Markup, join, tag, visible
 from scrimp.report.units import MISSING, format_count, format_number, format_percent
 from scrimp.study.page import page_of, table_of
-from scrimp.study.predicted_seconds import Predicted
 from scrimp.study.profile_picture import profile_svg
 from scrimp.study.time_to_result import MOST, profile
 from scrimp.study.workloads import Entry, Standing, Workload
@@ -35,6 +35,17 @@ _PREDICTED: Final = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """Seconds of a step on a card that need not be here."""
+
+    card: str
+    step_seconds: dict[str, dict[str, float | None]]
+    """By workload, then by submission; None: not known."""
+    unknown: tuple[str, ...]
+    """Why not, a sentence for each submission."""
+
+
 def score_table(found: Standing) -> Table:
     """A row for each submission, the best first."""
     title = f"time to result, {_ruleset(found)}"
@@ -50,7 +61,7 @@ def steps_table(found: Standing) -> Table:
 def seconds_table(found: Standing, predicted: Predicted) -> Table:
     """Predicted seconds of each submission to the targets."""
     head = ["submission", *[one.name for one in found.workloads]]
-    return _terminal_table(_predicted_title(predicted), head, _seconds(found, predicted))
+    return _terminal_table(f"predicted seconds on {predicted.card}", head, _seconds(found, predicted))
 
 
 def _terminal_table(title: str, head: list[str], rows: list[list[str]]) -> Table:
@@ -85,7 +96,7 @@ def build_score_page(found: Standing, predicted: Predicted | None = None) -> str
     if predicted is not None:
         table = table_of(["submission", *names], _seconds(found, predicted))
         why = [tag("p", one) for one in (_PREDICTED, *predicted.unknown)]
-        sections.insert(3, ("seconds", _predicted_title(predicted).capitalize(), join([table, *why])))
+        sections.insert(3, ("seconds", f"Predicted seconds on {predicted.card}", join([table, *why])))
     return page_of("Time to result", header, sections, command="scrimp score", origin="the studies")
 
 
@@ -107,10 +118,6 @@ def _scores(found: Standing) -> list[list[str]]:
 
 def _steps(found: Standing) -> list[list[str]]:
     return [[name, *[steps_text(one, one.entries[name]) for one in found.workloads]] for name in found.scores]
-
-
-def _predicted_title(predicted: Predicted) -> str:
-    return f"predicted seconds on {predicted.card}"
 
 
 def _seconds(found: Standing, predicted: Predicted) -> list[list[str]]:

@@ -142,6 +142,16 @@ def test_floors_of_operands_are_those_that_a_hand_reckons(recipe, code, later):
     assert found["update"].moved - floors()["update"].moved == weights
 
 
+@pytest.mark.parametrize(("recipe", "code", "later"), [("mxfp4", 0.5, 0), ("fp8_tensor", 1, 4)])
+def test_floors_of_a_head_in_eight_bits_are_those_that_a_hand_reckons(recipe, code, later):
+    """Codes both ways of the final norm's result and of the logits' gradients, and of the weight by the update."""
+    plain, found = floors(), floors(formats={f"{HEAD}.{gemm}": recipe for gemm in GEMMS})
+    assert found["operands in 8 or 4 bits"].moved == TOKENS * (2 * code - 2 + later) * (D + V)
+    assert found["update"].moved - plain["update"].moved == 2 * code * D * V
+    assert found["head"].flops == plain["head"].flops
+    assert found["loss"] == plain["loss"]
+
+
 def test_a_step_of_full_recomputation_runs_its_forward_pass_again():
     none, full = ({one.name: one for one in passes_of(setting(recompute=one))} for one in ("none", "full"))
     again = full["made again"]

@@ -105,7 +105,10 @@ def test_ranks_average_what_one_process_would(tmp_path: Path) -> None:
             assert found["units"] <= 1, name
             assert found["hidden"] < 1e-5, name
         before, predicted = (ranks[0][name][key][0] for key in ("plain", "with average"))
-        # The least of all: what gloo's threads still hold when a peak is reached depends on their timing.
-        plain, counted = (min(min(rank[name][key][1]) for rank in ranks) for key in ("plain", "with average"))
         assert predicted > before
-        assert counted - plain == pytest.approx(predicted - before, rel=0.15), (name, plain, counted)
+        # What gloo's threads still hold when a peak is reached depends on their timing: the least of all tells.
+        least = {key: [min(rank[name][key][1]) for rank in ranks] for key in ("plain", "with average")}
+        more = min(least["with average"]) - min(least["plain"])
+        assert more == pytest.approx(predicted - before, rel=0.15), (name, least)
+        for plain, counted in zip(least["plain"], least["with average"], strict=True):
+            assert counted - plain == pytest.approx(predicted - before, rel=0.5), (name, least)

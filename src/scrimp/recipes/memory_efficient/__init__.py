@@ -30,7 +30,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from scrimp.config import Config, base_architecture, replace_values, resolve
+from scrimp.config import Config, OptimizerConfig, base_architecture, replace_values, resolve
+from scrimp.config.optimizers import facts_of
 from scrimp.gemm.problem import DTYPES
 from scrimp.models.model import build_model
 from scrimp.optim import memory_of
@@ -57,7 +58,7 @@ class Best:
     method: str
     variant: str
     rate: float
-    """Of the blocks' matrices."""
+    """That of the blocks' matrices."""
     losses: tuple[float, ...]
     """Those of the seeds that the rate was not chosen by; where there is one seed, its."""
     state_bytes: int
@@ -113,7 +114,10 @@ def _best(results: Results, method: str, seeds: Sequence[int]) -> Best | None:
 
 def _rate(settings: Mapping[str, Any]) -> float:
     """The learning rate of the blocks' matrices."""
-    return float(settings["optimizer.lr"]) * float(settings.get("optimizer.low_rank_scale", 1.0))
+    name, lr = settings.get("optimizer.name", "adamw"), float(settings["optimizer.lr"])
+    if not facts_of(name).low_rank:
+        return lr
+    return lr * float(settings.get("optimizer.low_rank_scale", OptimizerConfig().low_rank_scale))
 
 
 def _method_of(outcome: Outcome) -> str | None:
@@ -138,7 +142,8 @@ def _row(one: Best, full: Best) -> str:
         if one.method == full.method
         else f", {one.state_bytes / full.state_bytes:.0%} of {METHODS[full.method]}'s"
     )
-    return f"{METHODS[one.method]}: {one.loss:.4f} at rate {one.rate:g}, with {format_bytes(one.state_bytes)}{share}."
+    rate, held = f"a matrices' rate of {one.rate:g}", format_bytes(one.state_bytes)
+    return f"{METHODS[one.method]}: {one.loss:.4f} at {rate}, with {held}{share}."
 
 
 def _lowest(found: Sequence[Best]) -> list[str]:

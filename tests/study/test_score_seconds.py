@@ -9,6 +9,9 @@ import pytest
 from fakes import row_for
 
 from scrimp.cli import main
+from scrimp.cli.score_seconds import _step_seconds
+from scrimp.errors import ScrimpError
+from scrimp.planner.hardware import load_hardware
 from scrimp.study.conduct import STUDY_FILE
 from scrimp.study.definition import parse_study
 from scrimp.study.rows import Curve, append_row
@@ -36,15 +39,25 @@ name = "planned"
 precision = "snip"
 budget.fp4_flops = 0.75
 [[variants]]
+name = "never"
+precision = "bf16"
+optimizer.lr = 1e-2
+[[variants]]
 name = "muon"
 optimizer.name = "muon"
 """
-LOSSES = {"plain": [3.0, 2.0], "low": [3.0, 2.5, 1.9], "planned": [3.0, 2.5, 2.4, 2.1], "muon": [1.0]}
+LOSSES = {
+    "plain": [3.0, 2.0],
+    "low": [3.0, 2.5, 1.9],
+    "planned": [3.0, 2.5, 2.4, 1.9],
+    "never": [3.0, 2.5, 2.4, 2.1],
+    "muon": [1.0],
+}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A workload that `plain` finished after 20 steps, `low` after 30, `planned` never."""
+    """A workload whose target `plain` reaches after 20 steps, `low` after 30, `planned` after 40, `never` not."""
     sizes = "\n".join(f"model.{name} = {size}" for name, size in SIZES.items())
     study = parse_study(TEXT.format(sizes=sizes), name="mine", where="mine.toml")
     found = tmp_path / "mine"
@@ -73,7 +86,8 @@ def test_seconds_are_steps_times_those_that_a_plan_has(
     expected = {
         "plain": f"{20 * planned_seconds('bf16', capsys):.3g}",
         "low": f"{30 * planned_seconds('fp8', capsys):.3g}",
-        "planned": "never",
+        "planned": f"{40 * planned_seconds('snip', capsys):.3g}",
+        "never": "never",
         "muon": "–",
     }
     page = tmp_path / "score.html"
@@ -87,6 +101,22 @@ def test_seconds_are_steps_times_those_that_a_plan_has(
     text = page.read_text(encoding="utf-8")
     assert "Predicted seconds on h100" in text
     assert f">{expected['low']}<" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"adapter.rank": 8}, "adapter.rank"),
+        ({"objective.name": "distill", "objective.teachers": "ema"}, "objective.name, objective.teachers"),
+        ({"outer.every": 4}, "outer.every"),
+        ({"model.rank": 8, "model.sparse_share": 0.1}, "sparse matrix"),
+        ({"model.weights": Path("/nowhere")}, "nowhere"),
+    ],
+)
+def test_what_predictions_do_not_know_is_named(more: dict[str, object], why: str) -> None:
+    settings = {"train.sequence": 128, "train.batch_tokens": 1024, "data.tokenizer": "bytes", **more}
+    with pytest.raises(ScrimpError, match=why):
+        _step_seconds(settings, load_hardware("h100"))
 
 
 def test_a_card_that_nobody_knows_is_refused_and_nothing_is_written(
