@@ -165,7 +165,7 @@ def test_rows_without_norms_are_read_and_refused_where_they_would_decide(tmp_pat
         survivors_of(study, {row.key: row for row in rows})
     assert "remove that line" in str(refusal.value.do)
     assert signal_of(row_for(study, "a", 0, None, 4)) is None
-    published = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-28-data-limited.jsonl"
+    published = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-27-data-limited.jsonl"
     assert "gradient_norm" not in json.loads(published.read_text().splitlines()[0])
     (tmp_path / "rows.jsonl").write_bytes(published.read_bytes())
     assert {row.gradient_norm for row in read_rows(tmp_path).values()} == {None}
