@@ -103,6 +103,12 @@ def test_trials_of_a_submission_are_its_best_of_each_seed(tmp_path: Path) -> Non
     assert found.scores == pytest.approx({"mine": 1.0, "theirs": 2 / 3})
 
 
+def test_fewer_seeds_than_the_file_has_are_scored_where_all_ran_them(tmp_path: Path) -> None:
+    folder = write(tmp_path / "one", workload(), {name: runs[:1] for name, runs in RACE.items()})
+    (found,) = standing([folder]).workloads
+    assert (found.seeds, found.entries["a"].steps, found.entries["b"].steps) == (1, 40, 20)
+
+
 def test_the_command_prints_a_table_and_writes_a_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +135,7 @@ def test_the_command_prints_a_table_and_writes_a_page(
 REFUSED = {
     "losses": ("", {}, "is no workload"),
     "unfinished": (HEAD, {"a": [SLOW, SLOW, SLOW], "b": [SLOW]}, "is not finished"),
+    "nothing ran": (HEAD, {}, "is not finished"),
     "its workload is missing": (HEAD + 'held_out_of = "other"\n', RACE, "a workload that is not there"),
 }
 

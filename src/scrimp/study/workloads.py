@@ -117,7 +117,7 @@ def _workload(folder: Path) -> Workload:
         )
     rows = rows_of(study, folder)
     _check_rows(study, rows, folder)
-    seeds = seeds_of(study, rows)
+    seeds = _seeds_begun(study, rows)
     entries = {name: _entry(study, rows, trials, seeds) for name, trials in study.submissions.items()}
     return Workload(study=study, seeds=len(seeds), entries=entries)
 
@@ -141,7 +141,7 @@ def _steps_to_target(study: Study, row: Row) -> float:
 def _check_rows(study: Study, rows: Mapping[Key, Row], folder: Path) -> None:
     missing = [
         f"{one.name} seed {seed}"
-        for seed in seeds_of(study, rows)
+        for seed in _seeds_begun(study, rows)
         for one in study.variants
         if (one.name, seed, steps_of(one)) not in rows
     ]
@@ -154,6 +154,12 @@ def _check_rows(study: Study, rows: Mapping[Key, Row], folder: Path) -> None:
     for one in study.others:
         for seed, words in with_other_data(study, rows, one.name).items():
             raise ConfigError(f"{one.name}, seed {seed}, in {folder} cannot be scored", got=words)
+
+
+def _seeds_begun(study: Study, rows: Mapping[Key, Row]) -> list[int]:
+    """Those with rows, since `--seeds` may have run fewer than the file has; all where there are no rows at all."""
+    with_rows = {seed for _, seed, _ in rows}
+    return [seed for seed in seeds_of(study, rows) if seed in with_rows] or list(study.seeds)
 
 
 def _check_together(workloads: Sequence[Workload]) -> None:
