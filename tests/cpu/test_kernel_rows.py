@@ -87,7 +87,7 @@ def test_a_tensor_without_memory_is_given_back() -> None:
 
 
 def test_a_full_disk_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where compiled kernels cannot be kept each process compiles its own."""
+    """Where compiled kernels cannot be kept each process compiles its own, and says so."""
 
     import numba
 
@@ -101,5 +101,6 @@ def test_a_full_disk_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
     x, out = torch.arange(5.0), torch.zeros(5)
-    by_rows(doubled, as_numpy(x), 5, 1, as_numpy(out))
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        by_rows(doubled, as_numpy(x), 5, 1, as_numpy(out))
     assert torch.equal(out, 2 * x)

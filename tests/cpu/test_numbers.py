@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 pytest.importorskip("numba", reason="an extra of its own")
 
+from scrimp.cpu import numbers
 from scrimp.cpu.numbers import compiled, exponential, narrow, wide
 
 
@@ -61,3 +63,11 @@ def test_bfloat16_is_rounded_and_widened_as_torch_does() -> None:
     wider = np.empty(len(x), np.float32)
     widened(found, wider)
     np.testing.assert_array_equal(wider, right.float().numpy())
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(file))
+    with pytest.warns(UserWarning, match="cannot be kept in .*file: each process"):
+        assert numbers._cache_folder() is None

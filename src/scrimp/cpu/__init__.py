@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
+import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 
@@ -22,9 +24,16 @@ TYPES = (torch.float32, torch.bfloat16)
 @functools.cache
 def has_numba() -> bool:
     """Whether numba is installed, can be imported beside this numpy, and compiles (NUMBA_DISABLE_JIT is not set)."""
+    if importlib.util.find_spec("numba") is None:
+        return False
     try:
         numba = importlib.import_module("numba")
-    except ImportError:
+    except (ImportError, OSError) as error:
+        warnings.warn(
+            f"numba is installed and cannot be imported, so that steps run without its kernels, slower ({error}): "
+            "pip install 'scrimp[numba]' takes one that fits",
+            stacklevel=2,
+        )
         return False
     return not numba.config.DISABLE_JIT
 

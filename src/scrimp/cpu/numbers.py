@@ -20,6 +20,7 @@ import functools
 import hashlib
 import importlib
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,15 @@ def _takes_openmp() -> bool:
 OPENMP = _takes_openmp()
 
 
+def say_not_kept(folder: Path) -> None:
+    """Warns that kernels compiled here are not there for the next process."""
+    warnings.warn(
+        f"compiled kernels cannot be kept in {folder}: each process compiles its own, which takes most of a minute; "
+        "NUMBA_CACHE_DIR names another folder",
+        stacklevel=3,
+    )
+
+
 def _cache_folder() -> Path | None:
     """Where compiled kernels are kept; None: nothing can be written there, and each process compiles its own.
 
@@ -72,14 +82,16 @@ def _cache_folder() -> Path | None:
     or without OpenMP.
     """
     settings: Any = numba.config
+    parent = Path(settings.CACHE_DIR or user_cache() / "numba")
     try:
         version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
-        name = f"{version}-{'openmp' if OPENMP else 'plain'}"
-        folder = Path(settings.CACHE_DIR or user_cache() / "numba") / name
+        folder = parent / f"{version}-{'openmp' if OPENMP else 'plain'}"
         make_folder(folder)
+        is_writable = os.access(folder, os.W_OK)
     except (OSError, StorageError):
-        return None
-    if not os.access(folder, os.W_OK):
+        is_writable = False
+    if not is_writable:
+        say_not_kept(parent)
         return None
     settings.CACHE_DIR = str(folder)
     return folder

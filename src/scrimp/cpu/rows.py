@@ -114,6 +114,8 @@ def _ready(kernel: Any, x: Any, arguments: tuple[Any, ...]) -> Any:
             ):
                 kernel(x, 0, 0, *arguments)
         except (OSError, StorageError):  # no room there, or no locks
+            if numbers.CACHE is not None:
+                numbers.say_not_kept(numbers.CACHE)
             kernel = _alone(kernel, parallel=kernel.targetoptions.get("parallel", False))
             kernel(x, 0, 0, *arguments)
         if torch.get_num_threads() != threads:  # Numba begins with OpenMP by setting its own number
