@@ -165,6 +165,36 @@ def test_a_study_that_is_killed_goes_on_to_the_same_rows(done: Any, tmp_path: Pa
     assert figures(out) == figures(whole)
 
 
+def test_a_student_goes_on_to_the_same_loss_where_its_study_was_moved(done: Any, tmp_path: Path) -> None:
+    file, _, _ = done
+    text = (
+        write_study(tmp_path, file.parent / "corpus.txt")
+        .read_text()
+        .replace("seeds = 2", "seeds = 1")
+        .replace("optimizer.lr = 5e-3", 'objective.name = "distill"\nobjective.teachers = "run:slow"')
+    )
+    (tmp_path / "taught.toml").write_text(text)
+    here, there = tmp_path / "here", tmp_path / "there"
+    words = [sys.executable, "-m", "scrimp", "study", str(tmp_path / "taught.toml"), "--out", str(here)]
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(words, stdout=said, stderr=said, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        student = here / "runs" / "fast-seed0"
+        wait_until(lambda: list((student / "checkpoints").glob("step-*")))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    wait_until(lambda: not children_of(here), 5.0)
+    assert set(read_rows(here)) == {("slow", 0, STEPS)}
+    shutil.copytree(here, tmp_path / "copy")
+    ended = study(tmp_path / "taught.toml", "--out", here)
+    assert ended.returncode == 0, ended.stderr
+    (tmp_path / "copy").rename(there)
+    here.rename(tmp_path / "gone")
+    ended = study(tmp_path / "taught.toml", "--out", there)
+    assert ended.returncode == 0, ended.stderr
+    assert any(event["kind"] == "resume" for event in records(there / "runs" / "fast-seed0", "events.jsonl"))
+    assert figures(there) == figures(tmp_path / "gone")
+
+
 def test_an_interrupted_study_ends_its_runs_with_a_checkpoint(done: Any, tmp_path: Path) -> None:
     file, whole, _ = done
     out = tmp_path / "ended"

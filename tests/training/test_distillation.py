@@ -85,6 +85,21 @@ def test_a_teacher_that_was_trained_further_is_refused_on_resuming(
     assert "what objective.teachers names has changed" in capsys.readouterr().err
 
 
+def test_a_teacher_may_have_moved_on_resuming_and_no_other_one_takes_its_place(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder / "teacher", folder / "here")
+    assert main(student(folder, "pupil", str(folder / "here"))) == 0
+    (folder / "here").rename(folder / "there")
+    resume = ["train", f"--run.dir={folder / 'pupil'}", "--resume", "--resume-from=2"]
+    assert main(resume) == 2
+    assert "say with --objective.teachers where it lies now" in capsys.readouterr().err
+    assert main([*resume, f"--objective.teachers={folder / 'plain'}"]) == 2
+    assert "what objective.teachers names has changed" in capsys.readouterr().err
+    assert main([*resume, f"--objective.teachers={folder / 'there'}"]) == 0
+    assert losses(folder / "pupil") == losses(folder / "taught")
+
+
 def test_the_account_has_what_teachers_take(folder: Path) -> None:
     plain, taught = (decide(load_config(folder / name / "config.toml")) for name in ("plain", "taught"))
     architecture = architecture_of_weights(folder / "teacher")

@@ -24,6 +24,8 @@ MAY_CHANGE_ON_RESUME: frozenset[str] = frozenset(
         "checkpoint.keep_last",
         "checkpoint.keep_every",
         "train.nonfinite_patience",
+        # Where teachers lie; who they are a digest in run.json says.
+        "objective.teachers",
         # How the same step is carried out: the same run but for rounding.
         "device",
         "backend",

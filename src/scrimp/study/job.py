@@ -6,7 +6,6 @@ Everything here can be sent to another machine, and names no torch.
 from __future__ import annotations
 
 import platform
-import re
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,10 +24,12 @@ from scrimp.report.read_run import RunRecord, mapping, read_run
 from scrimp.report.units import is_number
 from scrimp.study.definition import RecordedFigure
 from scrimp.study.rows import LARGEST, MOST_POINTS, Curve, Key, Row
-from scrimp.study.variants import MAY_NAME_RUNS, Combined
+from scrimp.study.variants import Combined
 
 SOURCE: Final = "held_out_loss/"
 """Before the label of a mixture's source: the figure that is its held-out loss."""
+_WRITTEN: Final = ", written by scrimp study in "
+"""In the first line of a run's settings, before the folder of the study's runs."""
 _DONE: Final = "all steps done"
 """The reason of the finish of a run that did not fail."""
 
@@ -89,7 +90,7 @@ class Job:
             for key, value in sorted(self.settings.items())
             if value is not None
         ]
-        return "\n".join([f"# {self.name}, written by scrimp study", *rows]) + "\n"
+        return "\n".join([f"# {self.name}{_WRITTEN}{toml_value(str(self.folder))}", *rows]) + "\n"
 
 
 def run_name(variant: str, seed: int) -> str:
@@ -121,7 +122,7 @@ def refuse_other_settings(job: Job) -> None:
     """
     with storage(job.settings_file, "read"):
         text = job.settings_file.read_text(encoding="utf-8") if job.settings_file.exists() else None
-    if not job.run_folder.exists() or (text is not None and _decides(text, job) == _decides(job.toml, job)):
+    if not job.run_folder.exists() or (text is not None and _decides(text) == _decides(job.toml)):
         return
     if text is None and not (job.run_folder / "config.toml").exists():
         return  # killed before it had anything to go on with
@@ -133,14 +134,12 @@ def refuse_other_settings(job: Job) -> None:
     )
 
 
-def _decides(text: str, job: Job) -> list[str]:
-    """The lines of a run's settings that decide its numbers: of runs that it needs the names, not where they lie, since
-    they may have moved with it."""
+def _decides(text: str) -> list[str]:
+    """The lines of a run's settings that decide its numbers: where the study's own runs lie does not, since they may
+    have moved with it."""
+    folder = text.partition("\n")[0].partition(_WRITTEN)[2].strip('"')
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    if not job.needs:
-        return lines
-    named = tuple(f"{key} = " for key in MAY_NAME_RUNS)
-    return [re.sub(r"[^\s,\"]*/", "", line) if line.startswith(named) else line for line in lines]
+    return [line.replace(f"{folder}/", "") for line in lines] if folder else lines
 
 
 def _changed(before: str, after: str) -> str:
@@ -263,7 +262,7 @@ def _held_out_curve(run: RunRecord, job: Job) -> Curve:
         losses = np.array([statistics.fmean(one.values()) for _, one in found], dtype=np.float64)
     kept = np.flatnonzero(at <= job.steps)
     kept = kept[np.unique(np.linspace(0, len(kept) - 1, min(MOST_POINTS, len(kept))).astype(int))]
-    return Curve(steps=at[kept].tolist(), values=[round(loss, 6) for loss in losses[kept].tolist()])
+    return Curve(steps=at[kept].tolist(), values=losses[kept].tolist())
 
 
 def data_digest(folder: Path, figure: RecordedFigure) -> str:

@@ -219,7 +219,8 @@ def prepare_folder(job: Job) -> bool:
     make_folder(job.folder)
     refuse_other_settings(job)
     write_whole(job.settings_file, job.toml)
-    has_begun = (job.run_folder / "config.toml").exists()
+    checkpoints = job.run_folder / "checkpoints"
+    has_begun = checkpoints.is_dir() and any(checkpoints.iterdir())
     if not has_begun and job.run_folder.exists():
         with storage(job.run_folder, "remove"):  # killed before it had anything to go on with
             shutil.rmtree(job.run_folder)
@@ -240,6 +241,8 @@ def _words(job: Job) -> list[str]:
     goes_on = prepare_folder(job)
     words = ["train", *([] if goes_on else [str(job.settings_file)])]
     words += [f"--run.dir={job.run_folder}", *(["--resume", "--restart"] if goes_on else [])]
+    if goes_on and "objective.teachers" in job.settings:  # they may have moved with the study
+        words.append(f"--objective.teachers={job.settings['objective.teachers']}")
     return [*words, *(["--trust-code"] if job.trusts else [])]
 
 

@@ -55,6 +55,7 @@ from scrimp.training.trained_weights import (
     architecture_of_weights,
     checkpoint_of,
     fill_from_weights,
+    is_huggingface,
     is_run,
     tokenizer_of_weights,
     weights_digest,
@@ -308,12 +309,23 @@ def refuse_other_teachers(config: Config, architecture: Architecture, corpus: Co
 
 def digests_of_teachers(config: Config) -> dict[str, str]:
     """SHA-256 over the teachers' checkpoints, as their manifests have them, or over the configurations and weights of
-    Hugging Face folders, by dotted key; empty without teachers."""
+    Hugging Face folders, by dotted key; empty without teachers.
+
+    Raises:
+        ModelError: a teacher is not there.
+    """
     found = hashlib.sha256()
     teachers = teachers_in(config.objective)
     for one in teachers:
         if is_run(one):
             found.update(weights_digest(checkpoint_of(one).folder).encode())
+        elif not is_huggingface(one):
+            raise ModelError(
+                f"the teacher {one} is not there",
+                got="neither a Scrimp run nor a Hugging Face folder",
+                expected="the one that the run learns from",
+                do="put it back, or say with --objective.teachers where it lies now",
+            )
         else:
             found.update((one / "config.json").read_bytes() + weights_digest(one).encode())
     return {TEACHERS: found.hexdigest()} if teachers else {}
