@@ -15,7 +15,13 @@ from scrimp.study.rows import Curve, Key, Row
 from scrimp.study.variants import TRUNK
 
 PROBE = Probe(
-    startup_seconds=2.0, step_seconds=0.5, host_bytes=1 << 20, device_bytes=0, micro_batch=4, data="d"
+    startup_seconds=2.0,
+    step_seconds=0.5,
+    host_bytes=1 << 20,
+    device_bytes=0,
+    micro_batch=4,
+    data="d",
+    threads=1,
 )
 
 

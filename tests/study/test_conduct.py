@@ -286,6 +286,14 @@ def test_halving_lets_variants_that_fail_go_first(tmp_path: Path) -> None:
     assert watched.gone == [(("c",), 4)]
 
 
+def test_halving_ranks_differences_by_differences_alone(tmp_path: Path) -> None:
+    """The control failed on seed 1 and b on seed 0: b has no pair, and its loss is not ranked among differences."""
+    found = {"a0": 3.0, "b1": 1.5, "c0": 5.0, "d0": 3.5, "d1": 3.5}
+    study = study_of("abcd", seeds=2, tail="[halving]\n")
+    watched = run(study, tmp_path, FakePlaces(study, lambda job: found.get(f"{job.variant}{job.seed}")))
+    assert watched.gone == [(("b",), 4)]
+
+
 def test_a_folder_is_of_one_study_at_a_time(tmp_path: Path) -> None:
     with (
         lock_folder(tmp_path / "new"),

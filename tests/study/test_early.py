@@ -27,7 +27,9 @@ from scrimp.study.rows import Curve, Key, Row, read_rows
 from scrimp.study.table import verdict_table
 
 BY_SIGNAL = '[halving]\nfactor = 2\nrounds = 2\nby = "early-signal"\n'
-PROBE = Probe(startup_seconds=1, step_seconds=1, host_bytes=1, device_bytes=0, micro_batch=1, data="d")
+PROBE = Probe(
+    startup_seconds=1, step_seconds=1, host_bytes=1, device_bytes=0, micro_batch=1, data="d", threads=1
+)
 
 
 def signalling(

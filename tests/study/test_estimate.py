@@ -13,6 +13,8 @@ from scrimp.study import estimate
 from scrimp.study.announce import announcement, visible_text
 from scrimp.study.comparisons import visible_difference
 from scrimp.study.estimate import (
+    Probe,
+    done_of,
     places_here,
     probe_all,
     seconds_of,
@@ -21,7 +23,6 @@ from scrimp.study.estimate import (
     with_micro_batch,
     within,
 )
-from scrimp.study.job import Job
 
 PROBES = dict.fromkeys("abc", PROBE)  # 2 s until the first step, 0.5 s each of 8 steps
 
@@ -41,7 +42,7 @@ def test_so_many_hours_have_room_for_so_many_seeds() -> None:
     for places, seconds, seeds in ((1, 36.0, 2), (1, 53.9, 2), (1, 54.0, 3), (2, 45.0, 5), (1, 3600.0, 200)):
         found = within(study, PROBES, seconds / 3600, places)
         assert (len(found.seeds), found.seeds[:3]) == (seeds, study.seeds[:seeds]), (places, seconds)
-    with pytest.raises(ConfigError, match=r"no room for two seeds of .* 36"):
+    with pytest.raises(ConfigError, match=r"no room for 2 seeds of .* 36"):
         within(study, PROBES, 35.9 / 3600, 1)
 
 
@@ -56,7 +57,7 @@ def test_as_many_runs_go_at_once_as_cores_and_memory_allow(monkeypatch: pytest.M
     monkeypatch.setattr(estimate, "cores", lambda: 8)
     monkeypatch.setattr(estimate, "host_memory_available", lambda: 100 << 20)
     study = study_of()
-    assert threads_of(study) == 1
+    assert threads_of(study, Path("none")) == 1
     assert len(places_here(study, PROBES, 1, None)[0]) == 8
     assert places_here(study, PROBES, 2, None) == ([{}] * 4, "8 cores, 2 for each")
     large = dict.fromkeys("abc", replace(PROBE, host_bytes=40 << 20))
@@ -68,9 +69,9 @@ def test_as_many_runs_go_at_once_as_cores_and_memory_allow(monkeypatch: pytest.M
 def test_runs_that_are_timed_go_alone_with_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "cores", lambda: 8)
     study = study_of(head='figure = "tokens_per_second"')
-    assert threads_of(study) == 8
+    assert threads_of(study, Path("none")) == 8
     assert len(places_here(study, PROBES, 8, None)[0]) == 1
-    assert threads_of(study_of(head="threads = 3")) == 3
+    assert threads_of(study_of(head="threads = 3"), Path("none")) == 3
 
 
 def test_gpus_are_shared_as_far_as_their_memory_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +98,9 @@ def test_a_gpu_without_room_for_a_run_gets_none(monkeypatch: pytest.MonkeyPatch)
 def test_each_cost_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[str] = []
 
-    def probe(study: object, variant: object, threads: int, *, trusts: bool) -> object:
+    def probe(study: object, variant: object, settings: object, threads: int, *, trusts: bool) -> Probe:
         probed.append(variant.name)  # type: ignore[attr-defined]
-        return PROBE
+        return replace(PROBE, threads=threads)
 
     monkeypatch.setattr(estimate, "_probe", probe)
     study = study_of()  # learning rates alone differ: one cost
@@ -118,29 +119,17 @@ def test_each_cost_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("trunk", ["", "[trunk]\ntrain.steps = 4\n"])
 def test_a_run_that_goes_on_is_probed_without_what_only_such_a_run_can_have(
-    trunk: str, monkeypatch: pytest.MonkeyPatch
+    trunk: str,
 ) -> None:
-    class BegunError(Exception):
-        """The probe's run would begin now, with these settings."""
-
-    def begin(job: Job) -> None:
-        raise BegunError(job.settings)
-
-    monkeypatch.setattr(estimate, "Process", begin)
     base = "" if trunk else 'model.weights = "run:a"\n'
     study = study_of(
         tail=trunk + f'[[variants]]\nname = "on"\n{base}adapter.rank = 4\noptimizer.from_weights = false\n'
     )
-    with pytest.raises(BegunError) as begun:
-        estimate._probe(study, study.named("on"), 1, trusts=False)
-    (settings,) = begun.value.args
+    settings = estimate._settings_of_probe(study, study.named("on"))
     assert "train.steps" in settings
     assert not {"model.weights", "adapter.rank", "optimizer.from_weights"} & set(settings)
     of_a_folder = study_of(tail='[[variants]]\nname = "on"\nmodel.weights = "folder"\nadapter.rank = 4\n')
-    with pytest.raises(BegunError) as begun:
-        estimate._probe(of_a_folder, of_a_folder.named("on"), 1, trusts=False)
-    (settings,) = begun.value.args
-    assert settings["adapter.rank"] == 4
+    assert estimate._settings_of_probe(of_a_folder, of_a_folder.named("on"))["adapter.rank"] == 4
 
 
 def test_variants_that_would_read_other_data_are_refused(
@@ -148,7 +137,9 @@ def test_variants_that_would_read_other_data_are_refused(
 ) -> None:
     study = study_of(tail='[[variants]]\nname = "wide"\nmodel.width = 64\n')
     monkeypatch.setattr(
-        estimate, "_probe", lambda study, variant, threads, *, trusts: replace(PROBE, data=variant.name[:1])
+        estimate,
+        "_probe",
+        lambda study, variant, settings, threads, *, trusts: replace(PROBE, data=variant.name[:1]),
     )
     with pytest.raises(DataError, match="wide and a would read different data"):
         probe_all(study, tmp_path, 1, lambda text: None, trusts=False)
@@ -158,7 +149,9 @@ def test_a_trunk_may_read_another_text_that_it_names(tmp_path: Path, monkeypatch
     monkeypatch.setattr(
         estimate,
         "_probe",
-        lambda study, variant, threads, *, trusts: replace(PROBE, data=str(variant.name == "trunk")),
+        lambda study, variant, settings, threads, *, trusts: replace(
+            PROBE, data=str(variant.name == "trunk")
+        ),
     )
     fine_tuned = study_of(tail='[trunk]\ndata.source = "copy"\n')
     assert set(probe_all(fine_tuned, tmp_path, 1, lambda text: None, trusts=False)) == {
@@ -208,6 +201,48 @@ def test_what_is_visible_follows_from_pairs_that_are_done() -> None:
 
 def test_rows_with_errors_are_still_to_be_done() -> None:
     study = study_of()
-    row = row_for(study, "a", 0, None)
-    assert row.error is not None
-    assert steps_left(study, {})[0] == 9
+    rows = {row.key: row for row in (row_for(study, "a", 0, None), row_for(study, "b", 0, 3.0))}
+    assert done_of(rows) == {("b", 0): 8}
+    assert steps_left(study, done_of(rows))[0] == 8
+
+
+def test_threads_stay_those_that_a_folder_was_begun_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        estimate,
+        "_probe",
+        lambda study, variant, settings, threads, *, trusts: replace(PROBE, threads=threads),
+    )
+    monkeypatch.setattr(estimate, "cores", lambda: 24)
+    study = study_of()
+    assert threads_of(study, tmp_path) == 2
+    probe_all(study, tmp_path, 2, lambda text: None, trusts=False)
+    assert threads_of(study.with_seeds(8), tmp_path) == 2
+    with pytest.raises(ConfigError, match="other threads than the study"):
+        threads_of(replace(study, threads=4), tmp_path)
+
+
+def test_hours_begin_with_the_seeds_that_a_bootstrap_needs() -> None:
+    study = study_of(seeds=6, head='interval = "bootstrap"')
+    assert len(within(study, PROBES, 6 * 18.0 / 3600, 1).seeds) == 6
+    with pytest.raises(ConfigError, match="no room for 6 seeds"):
+        within(study, PROBES, 100.0 / 3600, 1)
+
+
+def test_another_vocabulary_of_the_trunk_is_another_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs that go on from it read its tokenizer, whose size their own settings do not have."""
+    monkeypatch.setattr(
+        estimate,
+        "_probe",
+        lambda study, variant, settings, threads, *, trusts: replace(
+            PROBE, data=str(settings["data.vocab_size"])
+        ),
+    )
+    for size in (300, 600):
+        study = study_of(tail=f"[trunk]\ndata.vocab_size = {size}\n")
+        assert {one.data for one in probe_all(study, tmp_path, 1, print, trusts=False).values()} == {
+            str(size)
+        }

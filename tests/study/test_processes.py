@@ -113,6 +113,9 @@ def test_a_folder_that_was_begun_with_other_settings_is_refused(tmp_path: Path) 
     assert prepare_folder(other) is False  # nothing was begun yet
     other.run_folder.mkdir()
     (other.run_folder / "config.toml").write_text("")
+    assert prepare_folder(other) is False  # killed before its first checkpoint
+    assert not other.run_folder.exists()
+    (other.run_folder / "checkpoints" / "step-4").mkdir(parents=True)
     assert prepare_folder(other) is True
     with pytest.raises(ConfigError) as refusal:
         prepare_folder(job)

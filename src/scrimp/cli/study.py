@@ -16,7 +16,16 @@ from scrimp.recipes import PREFIX, check, file_of, findings, is_recipe
 from scrimp.study.announce import announcement
 from scrimp.study.conduct import RUNS, STUDY_FILE, begin, conduct, lock_folder, rows_of, study_of
 from scrimp.study.definition import Study, load_study, shipped_studies
-from scrimp.study.estimate import Probe, places_here, probe_all, seconds_of, steps_left, threads_of, within
+from scrimp.study.estimate import (
+    Probe,
+    done_of,
+    places_here,
+    probe_all,
+    seconds_of,
+    steps_left,
+    threads_of,
+    within,
+)
 from scrimp.study.looks import read_looks, record_looks
 from scrimp.study.page import write_page
 from scrimp.study.processes import LocalPlaces, Places
@@ -104,7 +113,7 @@ def _report(found: Study, folder: Path) -> int:
 
 
 def _carry_out(found: Study, folder: Path, command: StudyCommand) -> int:
-    looks, threads = read_looks(folder), threads_of(found)
+    looks, threads = read_looks(folder), threads_of(found, folder)
     begin(found, folder)
     make_folder(folder / RUNS)
     probes = probe_all(found, folder, threads, say, trusts=command.trust_code)
@@ -113,7 +122,7 @@ def _carry_out(found: Study, folder: Path, command: StudyCommand) -> int:
         if command.hours is not None:
             found = replace(within(found, probes, command.hours, places.count), threads=threads)
         rows = rows_of(found, folder)
-        done = {(name, seed): steps for (name, seed, steps), row in rows.items() if row.error is None}
+        done = done_of(rows)
         for line in announcement(
             found,
             rows,

@@ -124,6 +124,13 @@ def _check_trunk(study: Study, trunk: Variant, where: str) -> None:
             do="move it to [settings]",
         )
     _check_settings(trunk, where)
+    if trunk.settings.get("data.held_out") == 0:
+        raise ConfigError(
+            f"the trunk in {where} has nothing to be judged by",
+            got="data.held_out 0",
+            expected="held-out text, whose loss is the trunk's figure",
+            do="leave data.held_out out of [trunk]",
+        )
 
 
 def _check_shared(study: Study, where: str) -> None:

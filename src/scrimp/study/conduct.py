@@ -144,7 +144,7 @@ def jobs_of(
 ) -> list[Job]:
     """All runs of a round, in the order in which they are begun: of each seed its trunk, then the variants, each after
     those that it needs."""
-    threads, found = threads_of(study), []
+    threads, found = threads_of(study, folder), []
     runs = (folder / RUNS).absolute()
     for turn, seed in enumerate(study.seeds):
         variants = list(now.variants[:: -1 if study.is_timed and turn % 2 else 1])

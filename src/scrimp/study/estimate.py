@@ -9,7 +9,7 @@ Method   Runs that differ only in what costs nothing (seed, learning rate, sched
          As many runs go at once as there are cores for their threads, and memory: of the host what is free, of each GPU
          its own, by the plans' peaks. Runs that are timed go alone, with all cores.
          The micro-batch that the probed run decided on is given to all runs of its cost, so that it does not depend on
-         what else runs when they begin. Probes are kept in the study's folder.
+         what else runs when they begin. Probes are kept in the study's folder, and with them the threads of its runs.
 Limits   Runs that need others of the study are probed without these: teachers' time and memory are not counted.
          Evaluations and checkpoints are not counted, nor that runs beside each other slow each other down. A process
          that is the first to read a corpus prepares it, which its seconds until the first step then contain.
@@ -36,11 +36,12 @@ from scrimp.files import write_whole
 from scrimp.host_memory import host_memory_available
 from scrimp.json_files import read_json
 from scrimp.report.units import format_duration
+from scrimp.study.comparisons import pairs_for_bootstrap
 from scrimp.study.definition import Study
 from scrimp.study.job import Job, data_digest, read_run_of
-from scrimp.study.processes import Process
+from scrimp.study.processes import Process, last_step
 from scrimp.study.rounds import steps_of, survivors
-from scrimp.study.rows import digest_of
+from scrimp.study.rows import Key, Row, digest_of
 from scrimp.study.variants import MOST_RUNS, TRUNK, Variant
 
 PROBES: Final = "probes.json"
@@ -81,12 +82,31 @@ class Probe:
     """The size that the run decided on, where it was left open."""
     data: str
     """Digest of tokenizer and corpus."""
+    threads: int
+    """Threads of the run."""
 
 
-def threads_of(study: Study) -> int:
-    """Threads of each run: as the file says, or the cores shared among all runs; of runs that are timed all cores."""
+def threads_of(study: Study, folder: Path) -> int:
+    """Threads of each run: as the file says, or the cores shared among all runs; of runs that are timed all cores.
+
+    Other threads sum in another order. What the folder's runs began with therefore stays, whatever seeds and machines
+    come later.
+
+    Raises:
+        ConfigError: the file asks for others than that.
+    """
+    begun = {one.threads for one in kept_probes(folder).values()}
     if study.threads is not None:
+        if begun and begun != {study.threads}:
+            raise ConfigError(
+                f"the runs in {folder} have other threads than the study",
+                got=f"threads = {study.threads}",
+                expected=f"{min(begun)}, with which the folder was begun: sums in another order are other numbers",
+                do="leave threads as they were, or give another folder with --out",
+            )
         return study.threads
+    if begun:
+        return min(begun)
     variants = len(study.runs) if study.descent is None else len(study.descent.least())
     runs = 1 if study.is_timed else variants * len(study.seeds)
     return max(1, cores() // runs)
@@ -109,10 +129,11 @@ def probe_all(study: Study, folder: Path, threads: int, say: Say, *, trusts: boo
         if variant.combined is not None:  # what is evaluated has no steps
             found[variant.name] = found[variant.needs[0]]
             continue
-        key = digest_of({**_settings_that_cost(study, variant), "threads": threads})
+        settings = _settings_of_probe(study, variant)
+        key = digest_of({**_that_cost(study, settings), "threads": threads})
         if key not in known:
             say(f"measuring the first steps of {variant.name} ...")
-            known[key] = _probe(study, variant, threads, trusts=trusts)
+            known[key] = _probe(study, variant, settings, threads, trusts=trusts)
             write_whole(
                 folder / PROBES, json.dumps({name: asdict(one) for name, one in known.items()}, indent=1)
             )
@@ -151,24 +172,37 @@ def seconds_of(
 
 
 def within(study: Study, probes: Mapping[str, Probe], hours: float, places: int) -> Study:
-    """The study with as many seeds as so many hours have room for, whatever of it is done: two or more.
+    """The study with as many seeds as so many hours have room for, whatever of it is done: two or more, or as many as
+    its interval needs.
 
     Raises:
-        ConfigError: there is no room for two.
+        ConfigError: there is no room for these.
     """
+    least = 2
+    if study.interval == "bootstrap":
+        least = max(least, pairs_for_bootstrap(1 - study.confidence_of_each))
 
     def seconds(count: int) -> float:
         return seconds_of(study.with_seeds(count), probes, {}, places)
 
-    counts = range(1, MOST_RUNS // len(study.variants) + 1)
-    count = bisect.bisect_right(counts, 3600 * hours, key=seconds)
-    if count < 2:
+    counts = range(least, MOST_RUNS // len(study.variants) + 1)
+    count = least - 1 + bisect.bisect_right(counts, 3600 * hours, key=seconds)
+    if count < least:
         raise ConfigError(
-            f"--hours {hours:g} has no room for two seeds of {study.name}",
-            got=f"{format_duration(seconds(2))} by first steps",
+            f"--hours {hours:g} has no room for {least} seeds of {study.name}",
+            got=f"{format_duration(seconds(least))} by first steps",
             do="give more hours, or runs of fewer steps (--set train.steps=...)",
         )
     return study.with_seeds(count)
+
+
+def done_of(rows: Mapping[Key, Row]) -> dict[tuple[str, int], int]:
+    """The last step of each run that has ended without an error, by variant and seed."""
+    found = dict[tuple[str, int], int]()
+    for (name, seed, steps), row in rows.items():
+        if row.error is None:
+            found[name, seed] = max(steps, found.get((name, seed), 0))
+    return found
 
 
 def steps_left(study: Study, done: Mapping[tuple[str, int], int]) -> tuple[int, int]:
@@ -270,10 +304,10 @@ def _gpus() -> list[tuple[str, int]]:
 # -- probes ------------------------------------------------------------------------------------
 
 
-def _settings_that_cost(study: Study, variant: Variant) -> dict[str, Any]:
+def _that_cost(study: Study, settings: Mapping[str, Any]) -> dict[str, Any]:
     free = {f"{part}.{name}" for part, names in _COSTS_NOTHING.items() for name in names.split()}
     free |= {"data.mix"} if study.figure == "mean_source_loss" else set()  # of the same sources
-    return {key: value for key, value in variant.settings.items() if key not in free}
+    return {key: value for key, value in settings.items() if key not in free}
 
 
 def kept_probes(folder: Path) -> dict[str, Probe]:
@@ -286,7 +320,8 @@ def kept_probes(folder: Path) -> dict[str, Probe]:
     return {}
 
 
-def _probe(study: Study, variant: Variant, threads: int, *, trusts: bool) -> Probe:
+def _settings_of_probe(study: Study, variant: Variant) -> dict[str, Any]:
+    """Those of a variant's run, as far as it can begin before the runs that it needs."""
     settings = study.settings_of(variant, study.seeds[0])
     if study.trunk is not None:  # of the same sizes, but it need not be there yet
         settings |= {key: value for key, value in study.trunk.settings.items() if key.startswith("model.")}
@@ -296,7 +331,12 @@ def _probe(study: Study, variant: Variant, threads: int, *, trusts: bool) -> Pro
         settings = {key: value for key, value in settings.items() if not key.startswith(alone)}
     if study.trunk is not None:
         settings["data.vocab_size"] = study.trunk.settings.get("data.vocab_size")
-    settings |= {"evaluation.every": 0, "checkpoint.every": 0, "checkpoint.keep_every": 0}
+    return settings | {"evaluation.every": 0, "checkpoint.every": 0, "checkpoint.keep_every": 0}
+
+
+def _probe(
+    study: Study, variant: Variant, settings: Mapping[str, Any], threads: int, *, trusts: bool
+) -> Probe:
     with tempfile.TemporaryDirectory(prefix="scrimp-study-") as name:
         job = Job(
             variant=variant.name,
@@ -313,7 +353,7 @@ def _probe(study: Study, variant: Variant, threads: int, *, trusts: bool) -> Pro
         process, first, error = Process(job), None, None
         try:
             while True:
-                steps, now = _steps(job), time.monotonic()
+                steps, now = last_step(job.run_folder), time.monotonic()
                 first = first or (now if steps else None)
                 ended = process.row()
                 if ended is not None:
@@ -347,12 +387,6 @@ def _without_needed(study: Study, variant: Variant, settings: dict[str, Any]) ->
     return settings
 
 
-def _steps(job: Job) -> int:
-    with contextlib.suppress(OSError):
-        return (job.run_folder / "metrics.jsonl").read_bytes().count(b"\n")
-    return 0
-
-
 def _of_run(job: Job, startup: float, error: str | None) -> Probe:
     run = read_run_of(job)
     seconds = [] if run is None else run.recorded("step_s")[1].tolist()
@@ -375,4 +409,5 @@ def _of_run(job: Job, startup: float, error: str | None) -> Probe:
         device_bytes=on_device + _CUDA_CONTEXT if is_cuda else 0,
         micro_batch=micro_batch if isinstance(micro_batch, int) else None,
         data=data_digest(job.run_folder, job.figure),
+        threads=job.threads,
     )

@@ -119,7 +119,7 @@ def _scores(
 ) -> dict[str, tuple[int, float]]:
     """By variant a key that ranks them, the best first: runs that failed, then what the study ranks by."""
     if halving.by == "figure":
-        return {name: _score(study, rows, name, step) for name in names}
+        return _mean_figures(study, rows, names, step)
     signals = {name: _signals(study, rows, name, step) for name in names}
     scores = early_scores(signals)
     return {
@@ -139,15 +139,28 @@ def _signals(study: Study, rows: Mapping[Key, Row], variant: str, step: int) -> 
     return found
 
 
-def _score(study: Study, rows: Mapping[Key, Row], variant: str, step: int) -> tuple[int, float]:
-    """Runs that failed, and the mean difference from the control."""
-    keys = [(variant, seed, step) for seed in study.seeds]
-    failed = sum(key not in rows or rows[key].error is not None for key in keys)
-    found = list(differences(study, rows, variant, step).values())
-    if not found:  # of a control that failed, the figures themselves
-        values = [rows[key].figures.get(study.figure) for key in keys if key in rows]
-        found = [value for value in values if value is not None]
-    return failed, sum(found) / len(found) if found else float("inf")
+def _mean_figures(
+    study: Study, rows: Mapping[Key, Row], names: Sequence[str], step: int
+) -> dict[str, tuple[int, float]]:
+    """By variant, runs that failed, and the mean difference from the control; infinite where there is none."""
+    found = {name: differences(study, rows, name, step) for name in names}
+    found = {name: {seed: one[seed] for seed in study.seeds if seed in one} for name, one in found.items()}
+    if not any(found.values()):  # a control that failed: the figures themselves
+        found = {name: _figures_of(study, rows, name, step) for name in names}
+    keys = {name: [(name, seed, step) for seed in study.seeds] for name in names}
+    failed = {
+        name: sum(key not in rows or rows[key].error is not None for key in keys[name]) for name in names
+    }
+    return {
+        name: (failed[name], statistics.fmean(one.values()) if one else math.inf)
+        for name, one in found.items()
+    }
+
+
+def _figures_of(study: Study, rows: Mapping[Key, Row], name: str, step: int) -> dict[int, float]:
+    found = {seed: rows[name, seed, step] for seed in study.seeds if (name, seed, step) in rows}
+    values = {seed: row.figures.get(study.figure) for seed, row in found.items()}
+    return {seed: value for seed, value in values.items() if value is not None}
 
 
 def survivors(count: int, factor: int) -> int:
