@@ -9,6 +9,7 @@ import pytest
 from ciphers import ciphered, english
 
 from scrimp.cli import main
+from scrimp.data import parallel_text
 from scrimp.data.find_source import open_source
 from scrimp.data.parallel_text import Profile, mine, read_sentences, sentences_in
 from scrimp.data.streams import Meter
@@ -61,13 +62,36 @@ def test_a_profile_knows_its_language_by_sentences_that_it_has_not_seen() -> Non
     )
 
 
-def test_what_nobody_translated_and_what_is_far_too_long_is_left_out(tmp_path: Path) -> None:
+def test_what_nobody_translated_is_left_out(tmp_path: Path) -> None:
     one, other, _ = documents(tmp_path)
     quoted = sentences_in(one.read_text(encoding="utf-8"))[100]
     lines = other.read_text(encoding="utf-8").splitlines()
     lines[40:40] = [quoted] * 3
     other.write_text("\n".join(lines), encoding="utf-8")
     assert quoted not in {target for _, target, _ in mine(one, other).kept}
+
+
+@pytest.mark.parametrize(("words", "goes"), [(2, False), (3, True), (9, True), (27, True), (28, False)])
+def test_a_pair_is_left_out_where_its_lengths_are_too_far_from_those_of_the_documents(
+    words: int, goes: bool
+) -> None:
+    """Documents of equal lengths; one of three times as many words has pairs of as many more."""
+    nine = " ".join("abcdefghi")
+    assert parallel_text._go_together((nine, " ".join("x" * words)), 1.0) is goes
+    assert parallel_text._go_together((" ".join("x" * words), nine), 1.0) is goes
+    assert parallel_text._go_together((nine, " ".join("x" * (3 * words))), 3.0) is goes
+
+
+def test_a_pair_is_left_out_where_a_side_reads_like_the_other_language() -> None:
+    text = ciphered(english(400), 2)
+    for pair in text.pairs[:20]:
+        own = text.source[pair.source : pair.source + pair.sources]
+        theirs = text.target[pair.target : pair.target + pair.targets]
+        assert parallel_text._are_in((own, theirs), (Profile(text.source), Profile(text.target)))
+        quoted = Profile(text.source), Profile([*text.target, *own])
+        assert not parallel_text._are_in((own, own), quoted)
+        quoted = Profile([*text.source, *theirs]), Profile(text.target)
+        assert not parallel_text._are_in((theirs, theirs), quoted)
 
 
 def test_sentences_end_with_lines_and_marks_and_are_normalised() -> None:
@@ -121,5 +145,5 @@ def test_sentences_that_are_merged_are_kept_as_one_side_of_a_pair(tmp_path: Path
 def test_a_document_of_one_endless_sentence_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "one.txt"
     path.write_text("word " * 1001, encoding="utf-8")
-    with pytest.raises(DataError, match="has a sentence that is none"):
+    with pytest.raises(DataError, match="has an implausibly long sentence"):
         read_sentences(path)

@@ -168,6 +168,8 @@ def test_the_interval_is_wide_where_the_order_is_noise_and_a_point_where_it_hold
     assert high - low > 0.6
     ordered = np.arange(10.0)[:, None].repeat(3, 1)
     assert interval(ordered, ordered**3) == pytest.approx((1.0, 1.0))
+    assert interval(ordered[:3], ordered[:3]) == pytest.approx((1.0, 1.0))  # one draw in nine is one mixture
+    assert interval(np.ones_like(ordered), ordered) == (-1.0, 1.0)
 
 
 def test_merges_with_weights_are_the_mixtures_with_these_weights() -> None:

@@ -82,8 +82,8 @@ def test_findings_say_what_was_planted() -> None:
     assert early == [
         "After a quarter of the steps, Spearman's correlation of the early score and the final loss is +1.00 over 6 "
         "runs' means (+1: as the guide has it); by low gradient norm alone +1.00, by high loss alone +1.00.",
-        "Of the better half by that score (large-8e-3, small-2e-3, small-8e-3) the best at the end, large-8e-3, "
-        "is one.",
+        "The better half by that score is large-8e-3, small-2e-3, small-8e-3; the best at the end, large-8e-3, is "
+        "among them.",
     ]
     assert phases == [
         "Two phases in the place of one mixture of the same samples change the loss by +0.0333 (stdlib-docstrings "
@@ -95,7 +95,7 @@ def test_a_signal_that_misleads_is_said_so() -> None:
     opposite = {name: -norm for name, norm in NORMS.items()}
     found = said(planted(norms=opposite))
     assert "final loss is -1.00" in found[3]
-    assert found[4].endswith("the best at the end, large-8e-3, is none.")
+    assert found[4].endswith("the best at the end, large-8e-3, is not among them.")
     found = said(planted(early=NORMS))  # the norm points one way, the loss the other
     assert "final loss is +0.00" in found[3]
     assert "gradient norm alone +1.00, by high loss alone -1.00." in found[3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from scrimp.optim import memory_of
 from scrimp.profiler.memory_trace import TracedStep
 from scrimp.recipes import file_of
 from scrimp.recipes.memory_efficient import METHODS, findings, state_bytes
-from scrimp.study.definition import load_study
+from scrimp.study.definition import Study, load_study
 from scrimp.study.results import Results, results_of
 from scrimp.study.rounds import steps_of
 from scrimp.study.rows import Row
@@ -22,7 +23,9 @@ ARCHITECTURE = base_architecture(replace_values(Config(), dict(STUDY.named("full
 PLANTED = {"full": 3.0, "galore": 3.3, "fira": 3.1, "low-rank": 3.25, "refactored": 3.2, "sparse": 3.15}
 
 
-def results_of_losses(losses: Mapping[str, float], seeds: int = 2, missing: str = "") -> Results:
+def results_of_losses(
+    losses: Mapping[str, float], seeds: int = 2, missing: str = "", study: Study = STUDY
+) -> Results:
     """Results in which seed 0 has luck with every method's middle rate, and others have the losses given."""
     rows = [
         Row(
@@ -34,11 +37,11 @@ def results_of_losses(losses: Mapping[str, float], seeds: int = 2, missing: str 
                 "held_out_loss": losses[one.name] + seed / 100 - 0.5 * (seed == 0 and is_middle(one.name))
             },
         )
-        for one in STUDY.variants
+        for one in study.variants
         if one.name in losses and one.name != missing
         for seed in range(seeds)
     ]
-    return results_of(STUDY, {row.key: row for row in rows})
+    return results_of(study, {row.key: row for row in rows})
 
 
 def settings_of(name: str) -> Mapping[str, Any]:
@@ -82,13 +85,13 @@ def test_a_variant_s_name_has_its_matrices_rate_and_all_embeddings_have_one() ->
 
 def test_a_rate_is_chosen_by_the_first_seed_and_shown_on_the_other() -> None:
     said = findings(results_of_losses(planted()))
-    assert said[0] == "Each method at the best of its rates by seed 0; losses are of 1 other seed."
+    assert said[0] == "Each method at the best of its matrices' rates by seed 0; losses are of 1 other seed."
     rows = dict(zip(METHODS.values(), said[1:7], strict=True))
     for method, words in METHODS.items():
-        assert rows[words].startswith(f"{words}: {PLANTED[method] + 0.01:.4f} at a matrices' rate of 0.0")
-    assert said[7] == "The lowest loss has full rank, by 0.1000 below Fira, on 1 of 1 seeds."
+        assert rows[words].startswith(f"{words}: {PLANTED[method] + 0.01:.4f} at a rate of 0.0")
+    assert said[7] == "The lowest loss is that of full rank, 0.1000 below Fira; lower on 1 of 1 seed."
     assert said[8] == (
-        "Refactorization and reset change the loss of low rank by -0.0500; lower on 1 of 1 seeds."
+        "Refactorization and reset change the loss of low rank by -0.0500; lower on 1 of 1 seed."
     )
     assert len(said) == 9
 
@@ -96,7 +99,7 @@ def test_a_rate_is_chosen_by_the_first_seed_and_shown_on_the_other() -> None:
 def test_one_seed_says_that_its_choice_is_its_own() -> None:
     said = findings(results_of_losses(planted(), seeds=1))
     assert said[0].endswith("losses are of the same seed, and so a little too low.")
-    assert "2.5000 at a matrices' rate of 0.001" in said[1]
+    assert "2.5000 at a rate of 0.001" in said[1]
 
 
 def test_a_best_rate_at_an_end_is_said() -> None:
@@ -146,3 +149,16 @@ def test_of_methods_whose_runs_are_missing_nothing_is_said(gone: str) -> None:
     assert not any(one.startswith(f"{method}:") for one in said)
     assert sum(": " in one and " rate of " in one for one in said) == 5
     assert findings(results_of_losses({})) == []
+
+
+def test_of_a_method_whose_rate_is_left_to_scrimp_nothing_is_said() -> None:
+    """A study of one's own may keep the recipe's name."""
+    variants = tuple(
+        replace(one, settings={key: value for key, value in one.settings.items() if key != "optimizer.lr"})
+        if one.name == "sparse-3e-3"
+        else one
+        for one in STUDY.variants
+    )
+    said = findings(results_of_losses(planted(), study=replace(STUDY, variants=variants)))
+    assert sum(": " in one and " rate of " in one for one in said) == 5
+    assert not any(one.startswith(f"{METHODS['sparse']}:") for one in said)

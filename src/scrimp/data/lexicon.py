@@ -38,8 +38,9 @@ from scrimp.data.alignment import Floats, Pair, align
 
 Integers = NDArray[np.int64]
 _WORD: Final = re.compile(r"[぀-ヿ㐀-䶿一-鿿豈-﫿]|[^\W぀-ヿ㐀-䶿一-鿿豈-﫿]+")
-_SHARES: Final = {"one": 0.89, "two": 0.089 / 2, "skip": 0.0099}
-"""Gale & Church's, of moves between English, French and German; two of either side are as frequent."""
+_SHARES: Final = {"one": 0.89, "two": 0.089 / 2, "skip": 0.0099 / 2}
+"""Gale & Church's (table 5), of moves between English, French and German. Theirs are of both sides together: half of
+it is of each."""
 _ITERATIONS: Final = 5
 _ROUNDS: Final = 8
 _LEAST_COUNT: Final = 1.0

@@ -146,7 +146,7 @@ def read_sentences(path: Path) -> list[str]:
     longest = max(found, key=lambda one: len(words_in(one)), default="")
     if len(words_in(longest)) > MOST_WORDS:
         raise DataError(
-            f"{path} has a sentence that is none",
+            f"{path} has an implausibly long sentence",
             got=f"{len(words_in(longest)):,} words, from {longest[:40]!r} on",
             expected=f"at most {MOST_WORDS:,}",
             do="end sentences with a mark and a space, or put each on a line",

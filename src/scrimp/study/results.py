@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -87,6 +87,17 @@ class Results:
     def others(self) -> list[Outcome]:
         """All but the control."""
         return [one for one in self.outcomes if one.comparison is not None]
+
+    def figure_by_seed(self, variant: str, figure: str) -> dict[int, float]:
+        """A figure of a variant's runs, at the last step that they have, of those that did not fail."""
+        rows = _rows_of(self, variant)
+        return {row.seed: value for row in rows if (value := row.figures.get(figure)) is not None}
+
+
+def shared_seeds(figures: Iterable[Collection[int]]) -> list[int]:
+    """The seeds that all of these have, in order; none where there is nothing."""
+    found = [set(one) for one in figures]
+    return sorted(set.intersection(*found)) if found else []
 
 
 def results_of(study: Study, rows: Mapping[Key, Row], looks: Looks | None = None) -> Results:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Final
 from scrimp.config import Config, base_architecture, replace_values
 from scrimp.models import spec_of
 from scrimp.recipes.data_limited.laws import Law, fit, limits_of_members
+from scrimp.study.results import shared_seeds
 
 if TYPE_CHECKING:
     from scrimp.study.results import Results
@@ -57,8 +58,8 @@ def findings(results: Results) -> list[str]:
 
 def _losses(results: Results) -> dict[str, list[float]]:
     values = {one.name: one.values for one in results.outcomes if one.values}
-    seeds = set.intersection(*(set(one) for one in values.values())) if values else set[int]()
-    return {name: [one[seed] for seed in sorted(seeds)] for name, one in values.items()} if seeds else {}
+    seeds = shared_seeds(values.values())
+    return {name: [one[seed] for seed in seeds] for name, one in values.items()} if seeds else {}
 
 
 def _parameters(results: Results, variant: str) -> int:
@@ -77,9 +78,10 @@ def _by_size(results: Results, losses: Losses, kind: str, words: str) -> str:
     rises = all(after > before for before, after in itertools.pairwise(means))
     trend = "falls" if falls else "rises" if rises else "has no one trend"
     text = f"One model, {words}: the loss {trend} with the width ({shown})"
-    if not falls or len(names) < 3:
+    sizes = [_parameters(results, one) for one in names]
+    if not falls or len(set(sizes)) < 3:
         return text + "."
-    law = fit([_parameters(results, one) for one in names], [losses[one] for one in names])
+    law = fit(sizes, [losses[one] for one in names])
     return f"{text}; {_law_text(law)} for ever larger ones."
 
 
@@ -94,9 +96,9 @@ def _by_members(results: Results, losses: Losses) -> list[str]:
             if (found := _ENSEMBLE.fullmatch(one)) and int(found[2]) == width
         }
         members[1] = f"strong-{width}"
-        if members[1] not in losses:
-            continue
         counts = sorted(members)
+        if members[1] not in losses or len(counts) < 2:
+            continue
         each = [losses[members[count]] for count in counts]
         law = fit(counts, each, exponent=1.0)
         shown = ", ".join(
@@ -105,7 +107,7 @@ def _by_members(results: Results, losses: Losses) -> list[str]:
         said.append(f"Members of width {width} ({shown}): {_law_text(law)} for ever more of them.")
         limits.append(limits_of_members(counts, each))
         parameters.append(_parameters(results, members[1]))
-    if len(limits) > 2:
+    if len(set(parameters)) > 2:
         said.append(f"Ever more of ever larger members: {_law_text(fit(parameters, limits))}.")
     return said
 
@@ -135,12 +137,11 @@ def _of_students(losses: Losses) -> list[str]:
 def _in_data(losses: Losses) -> str:
     """What the best of the method is worth in text for the usual recipe."""
     names = sorted((one for one in losses if _DATA.fullmatch(one)), key=_width)
-    if len(names) < 3:
+    others = [one for one in losses if one not in names]
+    if len({_width(one) for one in names}) < 3 or not others:
         return ""
     law = fit([_width(one) for one in names], [losses[one] for one in names])
-    best = min(
-        (one for one in losses if not _DATA.fullmatch(one)), key=lambda one: statistics.fmean(losses[one])
-    )
+    best = min(others, key=lambda one: statistics.fmean(losses[one]))
     worth = law.x_of(statistics.fmean(losses[best]))
     factor = (
         f"{worth:.1f} times the text" if worth < float("inf") else "more text than any amount, by the law"

@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from scrimp.config.mixture import labels_of, mixed_sources
 from scrimp.study.job import SOURCE
+from scrimp.study.results import shared_seeds
 from scrimp.tasks.curves import pearson, spearman
 
 if TYPE_CHECKING:
@@ -117,30 +118,30 @@ def greedy(losses: Mapping[frozenset[Domain], float]) -> frozenset[Domain]:
 
 def interval(merged: Floats, trained: Floats) -> tuple[float, float]:
     """A 95 % interval of Spearman's correlation of mean losses, by draws of mixtures (rows) and seeds (columns) with
-    replacement."""
-    generator, found = np.random.default_rng(0), []
+    replacement. Draws of one mixture alone have no correlation, and are drawn again; equal losses say nothing."""
+    generator, found = np.random.default_rng(0), list[float]()
     mixtures, seeds = merged.shape
-    for _ in range(_DRAWS):
+    if any(len(set(one.mean(1))) < 2 for one in (merged, trained)):
+        return -1.0, 1.0
+    while len(found) < _DRAWS:
         rows, columns = generator.integers(0, mixtures, mixtures), generator.integers(0, seeds, seeds)
         x, y = (one[rows][:, columns].mean(1).tolist() for one in (merged, trained))
-        found.append(spearman(x, y))
+        if len(set(x)) > 1 and len(set(y)) > 1:
+            found.append(spearman(x, y))
     low, high = np.quantile(found, [(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2])
     return float(low), float(high)
 
 
 def _scores(results: Results, mixtures: Mapping[str, Shares], text: str) -> Scores:
-    losses: dict[str, dict[int, float]] = {}
-    for row in results.rows:
-        loss = row.figures.get(text)
-        if row.error is None and loss is not None and mixtures.get(row.variant):
-            losses.setdefault(row.variant, {})[row.seed] = loss
-    seeds = set.intersection(*map(set, losses.values())) if losses else set[int]()
+    by_seed = {name: results.figure_by_seed(name, text) for name, mixture in mixtures.items() if mixture}
+    losses = {name: found for name, found in by_seed.items() if found}
+    seeds = shared_seeds(losses.values())
     merged: dict[Shares, list[float]] = {}
     trained: dict[Shares, list[float]] = {}
     for one in results.study.variants:
         if not seeds or one.name not in losses:
             continue
-        mixture, found = mixtures[one.name], [losses[one.name][seed] for seed in sorted(seeds)]
+        mixture, found = mixtures[one.name], [losses[one.name][seed] for seed in seeds]
         if one.combined is None:
             trained[mixture] = found
         if one.combined is not None or len(mixture) == 1:

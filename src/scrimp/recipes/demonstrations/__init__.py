@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from scrimp.study.job import SOURCE
+from scrimp.study.results import shared_seeds
 
 if TYPE_CHECKING:
     from scrimp.study.results import Results
@@ -49,14 +50,12 @@ def findings(results: Results) -> list[str]:
 
 def _losses(results: Results, variant: str, kind: str) -> dict[int, float]:
     """The held-out losses of a variant with one kind of demonstrations, by seed."""
-    name = f"{SOURCE}label-maps:{kind}"
-    rows = (row for row in results.rows if row.variant == variant and row.error is None)
-    return {row.seed: loss for row in rows if (loss := row.figures.get(name)) is not None}
+    return results.figure_by_seed(variant, f"{SOURCE}label-maps:{kind}")
 
 
 def _said(what: str, losses: dict[str, dict[int, float]]) -> Sequence[str]:
     """Mean losses of the seeds that all kinds have, and on how many of them more is better."""
-    seeds = set.intersection(*map(set, losses.values()))
+    seeds = shared_seeds(losses.values())
     if not seeds:
         return ()
     means = ", ".join(

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Final
 
 from scrimp.study.early import Signal, early_scores, signal_of
 from scrimp.study.job import SOURCE
+from scrimp.study.results import shared_seeds
 from scrimp.study.rounds import steps_of
 from scrimp.tasks.curves import spearman
 
@@ -78,22 +79,18 @@ def _pairs(results: Results) -> list[Pair]:
     swept = [one for one in study.runs if one.settings.get("data.mix") == mix and not one.needs]
     if any(key not in one.settings for one in swept for key in ("train.batch_tokens", "optimizer.lr")):
         return []  # a study of one's own that leaves one of them to Scrimp is no sweep of both
-    losses = {one.name: _losses(results, one) for one in swept}
-    seeds = set.intersection(*map(set, losses.values())) if losses else set[int]()
+    losses = {one.name: results.figure_by_seed(one.name, study.figure) for one in swept}
+    seeds = shared_seeds(losses.values())
     return [
         Pair(
             one.name,
             int(one.settings["train.batch_tokens"]),
             float(one.settings["optimizer.lr"]),
-            {seed: losses[one.name][seed] for seed in sorted(seeds)},
+            {seed: losses[one.name][seed] for seed in seeds},
         )
         for one in swept
         if seeds
     ]
-
-
-def _losses(results: Results, variant: Variant) -> dict[int, float]:
-    return {row.seed: loss for row in _rows(results, variant) if (loss := _figure(results, row)) is not None}
 
 
 def _rows(results: Results, variant: Variant) -> list[Row]:
@@ -104,10 +101,6 @@ def _rows(results: Results, variant: Variant) -> list[Row]:
         for row in results.rows
         if row.variant == variant.name and row.steps == steps and row.error is None
     ]
-
-
-def _figure(results: Results, row: Row) -> float | None:
-    return row.figures.get(results.study.figure)
 
 
 def _batches(pairs: Sequence[Pair]) -> list[str]:
@@ -147,14 +140,15 @@ def _early(results: Results, pairs: Sequence[Pair]) -> list[str]:
         f"After a quarter of the steps, Spearman's correlation of the early score and the final loss is "
         f"{spearman([scores[one.name] for one in pairs], losses):+.2f} over {len(pairs)} runs' means (+1: as the guide "
         f"has it); by low gradient norm alone {alone[0]:+.2f}, by high loss alone {alone[1]:+.2f}.",
-        f"Of the better half by that score ({', '.join(one.name for one in kept)}) the best at the end, {best.name}, "
-        f"is {'one' if best in kept else 'none'}.",
+        f"The better half by that score is {', '.join(one.name for one in kept)}; the best at the end, {best.name}, "
+        f"is {'' if best in kept else 'not '}among them.",
     ]
 
 
 def _signals(results: Results, pair: Pair) -> dict[int, Signal]:
+    """By seed; none of rows that earlier versions wrote without norms."""
     rows = [row for row in _rows(results, results.study.named(pair.name)) if row.seed in pair.losses]
-    found = {row.seed: signal_of(row, _SHARE) for row in rows}
+    found = {row.seed: signal_of(row, _SHARE) for row in rows if row.gradient_norm is not None}
     return {seed: one for seed, one in found.items() if one is not None}
 
 
@@ -178,7 +172,8 @@ def _phases(results: Results) -> list[str]:
     )
     return [
         f"Two phases in the place of one mixture of the same samples change the loss by {statistics.fmean(whole):+.4f} "
-        f"({each}); lower on {sum(one < 0 for one in whole)} of {len(whole)} seeds."
+        f"({each}); lower on {sum(one < 0 for one in whole)} of {len(whole)} "
+        f"{'seed' if len(whole) == 1 else 'seeds'}."
     ]
 
 

@@ -48,7 +48,7 @@ METHODS: Final = {
     "refactored": "low rank, refactored",
     "sparse": "low rank and sparse",
 }
-"""Begin of a variant's name to the method; what follows is its rate."""
+"""What a variant's name begins with, to its method; its rate follows."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def findings(results: Results) -> list[str]:
         return []
     others = len(seeds) - 1
     of = f"{others} other seed{'s' * (others > 1)}" if others else "the same seed, and so a little too low"
-    said = [f"Each method at the best of its rates by seed {seeds[0]}; losses are of {of}."]
+    said = [f"Each method at the best of its matrices' rates by seed {seeds[0]}; losses are of {of}."]
     said += [_row(one, found[0]) for one in found]
     said += _lowest(found) + _refactored(found)
     ends = [f"{METHODS[one.method]} ({one.rate:g})" for one in found if one.is_end]
@@ -95,19 +95,22 @@ def _seeds(results: Results) -> list[int]:
 
 
 def _best(results: Results, method: str, seeds: Sequence[int]) -> Best | None:
-    """A method at its best rate, chosen by the first seed; None where a rate has not run."""
+    """A method at its best rate, chosen by the first seed; None where a rate has not run, or is left to Scrimp."""
     variants = [one for one in results.outcomes if _method_of(one) == method]
+    settings = {one.name: results.study.named(one.name).settings for one in variants}
+    if not all("optimizer.lr" in one for one in settings.values()):
+        return None
     if not seeds or not variants or not all(one.values for one in variants):
         return None
     best = min(variants, key=lambda one: one.values[seeds[0]])
-    rates = {one.name: _rate(results.study.named(one.name).settings) for one in variants}
+    rates = {name: _rate(one) for name, one in settings.items()}
     shown = seeds[1:] or seeds
     return Best(
         method,
         best.name,
         rates[best.name],
         tuple(best.values[seed] for seed in shown),
-        state_bytes(results.study.named(best.name).settings),
+        state_bytes(settings[best.name]),
         rates[best.name] in (min(rates.values()), max(rates.values())),
     )
 
@@ -142,8 +145,8 @@ def _row(one: Best, full: Best) -> str:
         if one.method == full.method
         else f", {one.state_bytes / full.state_bytes:.0%} of {METHODS[full.method]}'s"
     )
-    rate, held = f"a matrices' rate of {one.rate:g}", format_bytes(one.state_bytes)
-    return f"{METHODS[one.method]}: {one.loss:.4f} at {rate}, with {held}{share}."
+    rate, held = f"a rate of {one.rate:g}", format_bytes(one.state_bytes)
+    return f"{METHODS[one.method]}: {one.loss:.4f} at {rate}, in {held}{share}."
 
 
 def _lowest(found: Sequence[Best]) -> list[str]:
@@ -153,9 +156,13 @@ def _lowest(found: Sequence[Best]) -> list[str]:
     first, second = sorted(found, key=lambda one: one.loss)[:2]
     wins = sum(a < b for a, b in zip(first.losses, second.losses, strict=True))
     return [
-        f"The lowest loss has {METHODS[first.method]}, by {second.loss - first.loss:.4f} below "
-        f"{METHODS[second.method]}, on {wins} of {len(first.losses)} seeds."
+        f"The lowest loss is that of {METHODS[first.method]}, {second.loss - first.loss:.4f} below "
+        f"{METHODS[second.method]}; lower on {_of_seeds(wins, len(first.losses))}."
     ]
+
+
+def _of_seeds(wins: int, seeds: int) -> str:
+    return f"{wins} of {seeds} seed{'s' * (seeds > 1)}"
 
 
 def _refactored(found: Sequence[Best]) -> list[str]:
@@ -167,5 +174,6 @@ def _refactored(found: Sequence[Best]) -> list[str]:
     gains = [a - b for a, b in zip(plain.losses, again.losses, strict=True)]
     mean, wins = statistics.fmean(gains), sum(gain > 0 for gain in gains)
     return [
-        f"Refactorization and reset change the loss of low rank by {-mean:+.4f}; lower on {wins} of {len(gains)} seeds."
+        f"Refactorization and reset change the loss of low rank by {-mean:+.4f}; "
+        f"lower on {_of_seeds(wins, len(gains))}."
     ]

@@ -23,10 +23,10 @@ Checked  tests/recipes/test_source_weighting.py
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from scrimp.study.job import SOURCE
+from scrimp.study.results import shared_seeds
 
 if TYPE_CHECKING:
     from scrimp.study.results import Results
@@ -40,35 +40,31 @@ WORDS: Final = {
 }
 """Variant to what it does."""
 _MEAN: Final = "mean_source_loss"
-Figures = Mapping[int, Mapping[str, float]]
-"""By seed, those of a variant's runs."""
 
 
 def findings(results: Results) -> list[str]:
     """What the study's results say, a sentence each; of runs that are missing nothing."""
-    figures: dict[str, dict[int, Mapping[str, float]]] = {}
-    for row in results.rows:
-        known = {name: value for name, value in row.figures.items() if value is not None}
-        if _MEAN in known:
-            figures.setdefault(row.variant, {})[row.seed] = known
-    plain = figures.get(PLAIN, {})
-    return [
-        _beside_plain(words, plain, figures[name])
-        for name, words in WORDS.items()
-        if name in figures and plain.keys() & figures[name].keys()
-    ]
+    return [text for name, words in WORDS.items() if (text := _beside_plain(results, name, words))]
 
 
-def _beside_plain(words: str, plain: Figures, other: Figures) -> str:
-    seeds = sorted(plain.keys() & other.keys())
-
-    def changes(figure: str) -> list[float]:
-        return [other[seed][figure] - plain[seed][figure] for seed in seeds]
-
-    lower = sum(one < 0 for one in changes(_MEAN))
-    sources = [one for one in plain[seeds[0]] if one.startswith(SOURCE)]
-    each = ", ".join(f"{one.removeprefix(SOURCE)} {statistics.fmean(changes(one)):+.4f}" for one in sources)
-    return (
-        f"{words}: the mean of the sources' losses changes by {statistics.fmean(changes(_MEAN)):+.4f}, "
-        f"lower on {lower} of {len(seeds)} seed{'s' * (len(seeds) > 1)} ({each})."
+def _beside_plain(results: Results, name: str, words: str) -> str:
+    figures = dict.fromkeys(figure for row in results.rows for figure in row.figures)
+    changes = {figure: _changes(results, name, figure) for figure in figures}
+    of_mean = changes.get(_MEAN)
+    if not of_mean:
+        return ""
+    each = ", ".join(
+        f"{figure.removeprefix(SOURCE)} {statistics.fmean(found):+.4f}"
+        for figure, found in changes.items()
+        if found and figure.startswith(SOURCE)
     )
+    return (
+        f"{words}: the mean of the sources' losses changes by {statistics.fmean(of_mean):+.4f}, "
+        f"lower on {sum(one < 0 for one in of_mean)} of {len(of_mean)} seed{'s' * (len(of_mean) > 1)} ({each})."
+    )
+
+
+def _changes(results: Results, name: str, figure: str) -> list[float]:
+    """A figure of a variant less that of plain training, seed by seed."""
+    plain, other = (results.figure_by_seed(one, figure) for one in (PLAIN, name))
+    return [other[seed] - plain[seed] for seed in shared_seeds([plain, other])]

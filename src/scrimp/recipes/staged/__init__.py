@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from scrimp.config.mixture import labels_of, mixed_sources
 from scrimp.study.job import SOURCE
+from scrimp.study.results import shared_seeds
 
 if TYPE_CHECKING:
     from scrimp.study.definition import Study
@@ -35,15 +36,13 @@ STAGED: Final = "staged"
 
 def findings(results: Results) -> list[str]:
     """The loss of the domain, of each variant, and what the stages gain over each of those that stand alone; nothing of
-    a study that has no variant of the stages."""
-    if all(one.name != STAGED for one in results.study.variants):
+    a study that has no variant of the stages, or none with a mixture."""
+    study = results.study
+    if not any(one.name == STAGED and one.settings.get("data.mix") for one in study.variants):
         return []
-    study, losses = results.study, dict[str, dict[int, float]]()
     label = domain_of(study)
-    for row in results.rows:
-        loss = row.figures.get(f"{SOURCE}{label}")
-        if row.error is None and loss is not None:
-            losses.setdefault(row.variant, {})[row.seed] = loss
+    found = {one.name: results.figure_by_seed(one.name, f"{SOURCE}{label}") for one in study.variants}
+    losses = {name: one for name, one in found.items() if one}
     means = [
         f"{one.name} {statistics.fmean(losses[one.name].values()):.3f}"
         for one in study.variants
@@ -72,7 +71,7 @@ def stages_of(study: Study) -> list[str]:
 
 def _gain(staged: dict[int, float], other: dict[int, float], name: str) -> str:
     """How much lower the loss of the stages is, by seeds that both have."""
-    gains = [other[seed] - staged[seed] for seed in sorted(staged.keys() & other.keys())]
+    gains = [other[seed] - staged[seed] for seed in shared_seeds([staged, other])]
     if not gains:
         return ""
     better = sum(gain > 0 for gain in gains)
