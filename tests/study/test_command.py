@@ -57,6 +57,17 @@ def test_hours_that_say_nothing_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_file_is_not_overwritten_by_settings_of_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / STUDY_FILE
+    file.write_text(study_of().text)
+    assert main(["study", STUDY_FILE, "--out=.", "--set", "train.steps=4"]) == 2
+    assert "would be overwritten" in capsys.readouterr().err
+    assert file.read_text() == study_of().text
+
+
 def test_a_failed_run_makes_the_exit_code_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = results(tmp_path)
     (row,) = rows_for(study_of(seeds=1), {"c": [None]}).values()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from scrimp.cli.show import plain_console, say
 from scrimp.config.read_toml import expand_home
 from scrimp.errors import ConfigError
-from scrimp.files import make_folder
+from scrimp.files import folder_lock, make_folder
 from scrimp.recipes import PREFIX, check, file_of, findings, is_recipe
 from scrimp.study.announce import announcement
 from scrimp.study.conduct import RUNS, STUDY_FILE, begin, conduct, lock_folder, rows_of, study_of
@@ -48,23 +48,21 @@ def study(command: StudyCommand) -> int:
     if not command.study.strip():
         raise ConfigError("no study is named", expected="a TOML file, a name, or a folder of results")
     source = expand_home("the study", Path(command.study))
+    of_running = {
+        "--dry-run": command.dry_run,
+        "--hours": command.hours is not None,
+        "--at-once": command.at_once is not None,
+        "--ray": command.ray is not None,
+    }
     if source.is_dir() and ((source / STUDY_FILE).exists() or command.study not in shipped_studies()):
-        refused = {
+        others = {
             "--out": command.out is not None,
-            "--dry-run": command.dry_run,
             "--seeds": command.seeds is not None,
-            "--hours": command.hours is not None,
             "--set": bool(command.set),
-            "--at-once": command.at_once is not None,
-            "--ray": command.ray is not None,
             "--trust-code": command.trust_code,
         }
-        if any(refused.values()):
-            raise ConfigError(
-                f"{source} is a folder of results, from which a page is made",
-                got=", ".join(name for name, is_given in refused.items() if is_given),
-                do="leave that out, or name the study's file or name",
-            )
+        what = f"{source} is a folder of results, from which a page is made"
+        _refuse(others | of_running, what, "leave that out, or name the study's file or name")
         return _report(study_of(source), source)
     found = _load(command)
     folder = expand_home("--out", command.out or Path("studies") / found.name)
@@ -73,21 +71,23 @@ def study(command: StudyCommand) -> int:
             raise ConfigError("--seeds and --hours both say how many seeds there are", do="leave one out")
         found = found.with_seeds(command.seeds)
     if command.report:
-        ignored = {
-            "--hours": command.hours is not None,
-            "--dry-run": command.dry_run,
-            "--at-once": command.at_once is not None,
-            "--ray": command.ray is not None,
-        }
-        if any(ignored.values()):
-            raise ConfigError(
-                "--report runs nothing",
-                got=", ".join(name for name, is_given in ignored.items() if is_given),
-                do="leave that out",
-            )
+        _refuse(of_running, "--report runs nothing", "leave that out")
         return _report(found, folder)
+    if command.set and source.is_file() and source.resolve() == (folder / STUDY_FILE).resolve():
+        raise ConfigError(
+            f"{source} would be overwritten",
+            got=f"--set, and --out {folder}, which keeps the study with these settings as {STUDY_FILE}",
+            do="give another folder with --out, or write the settings into the file",
+        )
     with lock_folder(folder):
         return _carry_out(found, folder, command)
+
+
+def _refuse(options: Mapping[str, bool], what: str, do: str) -> None:
+    """Refuse options that are given where they mean nothing."""
+    given = [name for name, is_given in options.items() if is_given]
+    if given:
+        raise ConfigError(what, got=", ".join(given), do=do)
 
 
 def _load(command: StudyCommand) -> Study:
@@ -157,9 +157,13 @@ def _places(
 
 
 def _show(found: Study, rows: Mapping[Key, Row], folder: Path) -> int:
-    looks = read_looks(folder)
-    results = results_of(found, rows, looks)
-    record_looks(folder, looks, {one.name: one.look for one in results.others if one.look is not None})
+    make_folder(folder / RUNS)
+    with folder_lock(
+        folder / RUNS, lambda: None
+    ):  # of --report beside a study that runs: the folder is taken
+        looks = read_looks(folder)
+        results = results_of(found, rows, looks)
+        record_looks(folder, looks, {one.name: one.look for one in results.others if one.look is not None})
     console = plain_console()
     console.print(verdict_table(results))
     for one in results.outcomes:

@@ -73,8 +73,8 @@ from scrimp.study.variants import (
     settings_of_part,
     shown,
     submissions_of,
-    table_of,
     toml_of_given,
+    toml_table,
     variants_of,
 )
 
@@ -327,9 +327,9 @@ def parse_study(text: str, *, name: str, where: str) -> Study:
             do="correct that line",
         ) from None
     head = _read_head(table, where)
-    written = settings_of_part(table_of(table, "settings", where), where, "settings")
-    told = table_of(table, "given", where)
-    of_trunk = settings_of_part(table_of(told, TRUNK, where), where, f"given.{TRUNK}")
+    written = settings_of_part(toml_table(table, "settings", where), where, "settings")
+    told = toml_table(table, "given", where)
+    of_trunk = settings_of_part(toml_table(told, TRUNK, where), where, f"given.{TRUNK}")
     if "target" in told:
         head["target"] = _head_value("target", told["target"], where)
     rest = {key: value for key, value in told.items() if key not in (TRUNK, "target")}
@@ -409,7 +409,7 @@ def _trunk(table: Mapping[str, Any], common: Settings, given: Settings, where: s
         if given:
             raise ConfigError(f"{where} has no trunk", got=f"settings of one: {', '.join(given)}")
         return None
-    own = settings_of_part(table_of(table, TRUNK, where), where, TRUNK) | dict(given)
+    own = settings_of_part(toml_table(table, TRUNK, where), where, TRUNK) | dict(given)
     gone = ["data.mix"] if "data.source" in own else []
     if own.get("objective.name", common.get("objective.name")) != common.get("objective.name"):
         gone.append("data.chat_template")  # it may be of text, which has none
@@ -431,7 +431,7 @@ def _after_trunk(variant: Variant, trunk: Variant) -> Variant:
 def _halving(table: Mapping[str, Any], where: str) -> Halving | None:
     if "halving" not in table:
         return None
-    values = table_of(table, "halving", where)
+    values = toml_table(table, "halving", where)
     known = leaves(Halving, "halving.")
     for key in values:
         if f"halving.{key}" not in known:

@@ -195,7 +195,7 @@ def _verdicts(results: Results) -> Markup:
     return join(
         [
             interval_svg(results),
-            table_of(
+            html_table(
                 head,
                 [_cells(results, one) for one in results.outcomes],
                 [_kind(one) for one in results.outcomes],
@@ -332,7 +332,7 @@ def _pairs(results: Results) -> Markup:
         rows.append([one.name, *cells, format_number(scatter, 3) if scatter is not None else ""])
     if not seeds:
         return tag("p", "There is no pair of runs yet.", class_="note")
-    return table_of(["variant", *[f"seed {seed}" for seed in seeds], "scatter"], rows)
+    return html_table(["variant", *[f"seed {seed}" for seed in seeds], "scatter"], rows)
 
 
 def _runs(results: Results) -> Markup:
@@ -350,7 +350,7 @@ def _runs(results: Results) -> Markup:
         "",
     ]
     kinds = ["failed" if row.error else "" for row in rows]
-    return table_of(head, [_run_cells(row) for row in rows], kinds)
+    return html_table(head, [_run_cells(row) for row in rows], kinds)
 
 
 def _run_cells(row: Row) -> list[str | Markup]:
@@ -380,10 +380,10 @@ def _environment(results: Results) -> Markup:
         for name in names
     ]
     data = dict.fromkeys(row.data[:12] for row in results.rows if row.data)
-    return table_of(["", ""], [*rows, ["data", ", ".join(data)]])
+    return html_table(["", ""], [*rows, ["data", ", ".join(data)]])
 
 
-def table_of(
+def html_table(
     head: list[str], rows: list[list[str | Markup]] | list[list[str]], kinds: list[str] | None = None
 ) -> Markup:
     """A table whose first column names its rows; `kinds` are classes of these."""

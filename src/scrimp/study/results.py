@@ -20,7 +20,7 @@ from scrimp.study.comparisons import MOST_PAIRS, Comparison, compare
 from scrimp.study.definition import FigureName, Study
 from scrimp.study.looks import Look, Looks, confidence_of, number_of
 from scrimp.study.pairs import compared_step, differences, figure_of, last_steps, seeds_of, with_other_data
-from scrimp.study.rounds import is_finished, loss_of, reached_round, standing, visited
+from scrimp.study.rounds import descent_point, is_finished, loss_of, reached_round, visited
 from scrimp.study.rows import Curve, Key, Row
 
 FIGURES: Final[dict[FigureName, str]] = {
@@ -189,7 +189,7 @@ def descent_text(study: Study, rows: Mapping[Key, Row]) -> list[str]:
     if descent is None:
         return []
     loss, ran = loss_of(study, descent, rows), len(visited(study, rows))
-    at = standing(study, descent, rows)
+    at = descent_point(study, descent, rows)
     point = dict(zip(descent.values, at, strict=True))
     words = ", ".join(f"{key} = {descent.values[key][index]}" for key, index in point.items())
     ended = "ends at" if is_finished(study, rows) else "is not finished, and stands at"

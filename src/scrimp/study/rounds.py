@@ -87,7 +87,7 @@ def is_finished(study: Study, rows: Mapping[Key, Row]) -> bool:
     )
 
 
-def standing(study: Study, descent: Descent, rows: Mapping[Key, Row]) -> Point:
+def descent_point(study: Study, descent: Descent, rows: Mapping[Key, Row]) -> Point:
     """Where a descent stands: the best of the last round of which all runs have a row."""
     loss = loss_of(study, descent, rows)
     at = descent.start

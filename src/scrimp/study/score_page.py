@@ -17,7 +17,7 @@ from rich.text import Text
 from scrimp.files import write_whole
 from scrimp.report.html import Markup, join, tag, visible
 from scrimp.report.units import MISSING, format_count, format_number, format_percent
-from scrimp.study.page import page_of, table_of
+from scrimp.study.page import html_table, page_of
 from scrimp.study.profile_picture import profile_svg
 from scrimp.study.time_to_result import MOST, profile
 from scrimp.study.workloads import Entry, Standing, Workload
@@ -88,13 +88,13 @@ def build_score_page(found: Standing, predicted: Predicted | None = None) -> str
     header = join([tag("p", _ABOUT, class_="about"), tag("p", _ruleset(found), class_="status")])
     names = [one.name for one in found.workloads]
     sections: list[tuple[str, str, Markup]] = [
-        ("scores", "Scores", table_of(["submission", "score", *found.ratios], _scores(found))),
+        ("scores", "Scores", html_table(["submission", "score", *found.ratios], _scores(found))),
         ("profiles", "Performance profiles", join([profile_svg(found), _profiles(found)])),
-        ("steps", "Steps to the target", table_of(["submission", *names], _steps(found))),
+        ("steps", "Steps to the target", html_table(["submission", *names], _steps(found))),
         ("workloads", "Workloads", _workloads(found)),
     ]
     if predicted is not None:
-        table = table_of(["submission", *names], _seconds(found, predicted))
+        table = html_table(["submission", *names], _seconds(found, predicted))
         why = [tag("p", one) for one in (_PREDICTED, *predicted.unknown)]
         sections.insert(3, ("seconds", f"Predicted seconds on {predicted.card}", join([table, *why])))
     return page_of("Time to result", header, sections, command="scrimp score", origin="the studies")
@@ -154,7 +154,7 @@ def _profiles(found: Standing) -> Markup:
         [name, *[format_percent(profile(found.ratios_of(name), tau), 0) for tau in _TAUS]]
         for name in found.scores
     ]
-    return table_of(["workloads within a ratio of", *[f"{tau:g}" for tau in _TAUS]], rows)
+    return html_table(["workloads within a ratio of", *[f"{tau:g}" for tau in _TAUS]], rows)
 
 
 def _workloads(found: Standing) -> Markup:
@@ -179,4 +179,4 @@ def _workloads(found: Standing) -> Markup:
         ]
         for one in found.workloads
     ]
-    return table_of(head, rows)
+    return html_table(head, rows)

@@ -90,7 +90,7 @@ class Variant:
         }
 
 
-def table_of(table: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+def toml_table(table: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
     """The table of a key; empty where there is none."""
     value = table.get(key, {})
     if not isinstance(value, dict):
@@ -301,7 +301,7 @@ def lists_of(table: Mapping[str, Any], part: str, where: str) -> dict[str, list[
     Raises:
         ConfigError: a setting has no list, or there are too many combinations.
     """
-    lists = _flat(table_of(table, part, where), where)
+    lists = _flat(toml_table(table, part, where), where)
     for key, values in lists.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(
@@ -391,7 +391,7 @@ def submissions_of(
         ConfigError: trials are no variants, not every variant is one trial, or numbers of trials differ.
     """
     names = [one.name for one in variants]
-    given = table_of(table, "submissions", where)
+    given = toml_table(table, "submissions", where)
     if not given:
         return {name: (name,) for name in names}
     for name, trials in given.items():
