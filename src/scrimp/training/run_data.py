@@ -190,17 +190,18 @@ def open_run_corpus(
 
 
 def refuse_short(config: ResolvedConfig, corpus: Corpus | Mixture) -> None:
-    """Raise DataError for a corpus, the run's or one that it mixes, that fills no sequence of the run, and for one that
-    it mixes with less than `data.tokens`."""
+    """Raise DataError for a corpus, the run's or one that it mixes, that fills no sequence of the run, or has less than
+    `data.tokens` to train on; of a mixture's sources without weight nothing is trained on."""
     for source, part in zip(config.data.sources, corpus.parts, strict=True):
         _refuse_short(source, config.train.sequence, part)
-    wanted = config.data.tokens or 0
-    for mixed, part in zip(config.data.mixed, corpus.parts, strict=False):
-        if mixed.share and part.train.num_tokens < wanted:
+    wanted, mixed = config.data.tokens or 0, config.data.mixed
+    shares = [one.share for one in mixed] if mixed else [1] * len(corpus.parts)
+    for source, share, part in zip(config.data.sources, shares, corpus.parts, strict=True):
+        if share and part.train.num_tokens < wanted:
             raise DataError(
-                f"what is trained on of {mixed.name} has less than data.tokens",
+                f"what is trained on of {source} has less than data.tokens",
                 got=f"{part.train.num_tokens:,} tokens",
-                expected=f"at least {wanted:,}, as of every source of data.mix that has a weight",
+                expected=f"at least {wanted:,}",
                 do="lower --data.tokens, or give a source with more text",
             )
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Final
 
 from scrimp.config import Config, base_architecture, replace_values
 from scrimp.models import spec_of
-from scrimp.recipes.data_limited.laws import Law, fit, limits_of_members
+from scrimp.recipes.data_limited.laws import Law, amount_of, fit, limits_of_members
 from scrimp.study.results import shared_seeds
 
 if TYPE_CHECKING:
@@ -135,18 +135,34 @@ def _of_students(losses: Losses) -> list[str]:
 
 
 def _in_data(losses: Losses) -> str:
-    """What the best of the method is worth in text for the usual recipe."""
+    """What the best of the method is worth in text for the usual recipe, and what more epochs alone are."""
     names = sorted((one for one in losses if _DATA.fullmatch(one)), key=_width)
     others = [one for one in losses if one not in names]
-    if len({_width(one) for one in names}) < 3 or not others:
+    if len(names) < 2 or not others:
         return ""
-    law = fit([_width(one) for one in names], [losses[one] for one in names])
-    best = min(others, key=lambda one: statistics.fmean(losses[one]))
-    worth = law.x_of(statistics.fmean(losses[best]))
-    factor = (
-        f"{worth:.1f} times the text" if worth < float("inf") else "more text than any amount, by the law"
+    amounts, table = [_width(one) for one in names], [losses[one] for one in names]
+    of_usual = [one for one in others if one.startswith("usual-")]
+    best, *usual = (
+        min(some, key=lambda one: statistics.fmean(losses[one])) for some in (others, of_usual) if some
     )
-    return f"In data: {best} has the loss that the usual recipe, four epochs, would have with {factor}."
+    worth = {one: _worth(amounts, table, losses[one]) for one in (best, *usual)}
+    said = f"In data: {best} has the loss that the usual recipe, four epochs, has with {worth[best]}"
+    return said + "".join(f"; {one}, the best of the usual decay, with {worth[one]}" for one in usual) + "."
+
+
+def _worth(amounts: Sequence[int], table: Sequence[Sequence[float]], losses: Sequence[float]) -> str:
+    """How many times the text has these losses: by their means, and by each seed alone.
+
+    Args:
+        amounts: times the text, growing.
+        table: of each amount the losses of all seeds.
+    """
+    whole = amount_of(amounts, [statistics.fmean(one) for one in table], statistics.fmean(losses))
+    each = sorted(amount_of(amounts, [one[seed] for one in table], loss) for seed, loss in enumerate(losses))
+    if whole == float("inf"):
+        return f"more than {amounts[-1]} times the text"
+    of_seeds = f" ({each[0]:.1f} to {each[-1]:.1f} by single seeds)" if len(each) > 1 else ""
+    return f"{whole:.1f} times the text{of_seeds}"
 
 
 def _width(name: str) -> int:
@@ -154,5 +170,7 @@ def _width(name: str) -> int:
 
 
 def _law_text(law: Law) -> str:
+    if not law.has_limit:
+        return f"no limit (the best exponent is the end of those tried, {law.exponent:g})"
     interval = f" ({law.interval[0]:.3f} to {law.interval[1]:.3f})" if law.interval else ""
     return f"{law.limit:.3f}{interval}"

@@ -51,11 +51,10 @@ class Law:
         """The loss at x."""
         return self.limit + self.factor * math.pow(x, -self.exponent)
 
-    def x_of(self, loss: float) -> float:
-        """Where the law has this loss; infinity at its limit and below."""
-        if loss <= self.limit or self.factor == 0:
-            return float("inf")
-        return float((self.factor / (loss - self.limit)) ** (1 / self.exponent))
+    @property
+    def has_limit(self) -> bool:
+        """Whether the losses show an exponent: not one at an end of those that are searched."""
+        return RANGE[0] < self.exponent < RANGE[1]
 
 
 def fit(
@@ -92,6 +91,24 @@ def fit(
     limits = _fit(x, y_XS[:, draws].mean(2).T, exponent)[0]
     low, high = np.quantile(limits, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Law(limit, factor, found, (float(low), float(high)))
+
+
+def amount_of(amounts: Sequence[float], losses: Sequence[float], loss: float) -> float:
+    """The amount that has a loss, between its neighbours by the logarithm of the amount; the first one where all have
+    less, infinity where all have more.
+
+    Between neighbours, and not by a law: over a few doublings of little text the loss falls by as much with each, so
+    that a law's exponent is the end of its range.
+
+    Args:
+        amounts: growing.
+        losses: of each amount.
+    """
+    logs = np.log(np.asarray(amounts, dtype=np.float64))
+    falling = np.minimum.accumulate(np.asarray(losses, dtype=np.float64))
+    if loss < falling[-1]:
+        return math.inf
+    return float(np.exp(np.interp(-loss, -falling, logs)))
 
 
 def limits_of_members(members: Sequence[int], losses: Sequence[Sequence[float]]) -> list[float]:
