@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,29 @@ def test_trials_of_a_submission_are_its_best_of_each_seed(tmp_path: Path) -> Non
     entries = found.workloads[0].entries
     assert (entries["mine"].steps, entries["theirs"].steps) == (20.0, 40.0)
     assert found.scores == pytest.approx({"mine": 1.0, "theirs": 2 / 3})
+
+
+def test_seconds_are_those_of_native_runs_that_had_their_machine_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three submissions of 40 steps of 512 tokens: bf16, an emulated format, and one whose runs were two at once."""
+    text = (
+        workload()
+        .text.replace("0.001\n", '0.001\nprecision = "bf16"\n')
+        .replace("0.002\n", '0.002\nprecision = "fp8"\n')
+    )
+    study = parse_study(text, name="mine", where="mine.toml")
+    folder = tmp_path / "one"
+    write(folder, study, {})
+    for name in "abc":
+        for seed, rate in enumerate((500.0, 1024.0, 2000.0)):
+            row = run(study, name, seed, SLOW, at_once=2 if name == "c" else 1)
+            append_row(folder, replace(row, figures=row.figures | {"tokens_per_second": rate}))
+    found = standing([folder]).workloads[0].entries
+    assert {name: one.seconds for name, one in found.items()} == {"a": 20.0, "b": None, "c": None}
+    assert main(["score", str(folder), "--out", str(tmp_path / "score.html")]) == 0
+    assert "measured seconds of the steps to the target" in " ".join(capsys.readouterr().out.split())
+    assert "Measured seconds" in (tmp_path / "score.html").read_text()
 
 
 def test_fewer_seeds_than_the_file_has_are_scored_where_all_ran_them(tmp_path: Path) -> None:

@@ -8,7 +8,13 @@ from scrimp.cli.score_seconds import predict
 from scrimp.cli.show import plain_console
 from scrimp.config.read_toml import expand_home
 from scrimp.errors import ConfigError
-from scrimp.study.score_page import score_table, seconds_table, steps_table, write_score_page
+from scrimp.study.score_page import (
+    measured_table,
+    predicted_table,
+    score_table,
+    steps_table,
+    write_score_page,
+)
 from scrimp.study.workloads import standing
 
 
@@ -31,8 +37,10 @@ def score(studies: tuple[Path, ...], out: Path, card: str | None) -> int:
     predicted = None if card is None else predict(found, card)
     console = plain_console()
     console.print(steps_table(found))
+    if (measured := measured_table(found)) is not None:
+        console.print(measured)
     if predicted is not None:
-        console.print(seconds_table(found, predicted))
+        console.print(predicted_table(found, predicted))
         for why in predicted.unknown:
             console.print(why, soft_wrap=True)
     console.print(score_table(found))

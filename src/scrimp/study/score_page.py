@@ -30,6 +30,10 @@ _ABOUT: Final = (
     f"from 1 to {MOST:g}, as a share of all of it; 1 is the fastest everywhere."
 )
 
+_MEASURED: Final = (
+    "Steps times the measured time of a step, evaluations left out: of submissions in working formats, whose runs had "
+    "their machine for themselves."
+)
 _PREDICTED: Final = (
     "Steps times the planner's seconds of a step by its best layout, evaluations left out. Nothing ran there."
 )
@@ -58,10 +62,18 @@ def steps_table(found: Standing) -> Table:
     return _terminal_table(title, ["submission", *[one.name for one in found.workloads]], _steps(found))
 
 
-def seconds_table(found: Standing, predicted: Predicted) -> Table:
+def measured_table(found: Standing) -> Table | None:
+    """Measured seconds of each submission to the targets; None where no runs have any."""
+    if not _has_seconds(found):
+        return None
+    head = ["submission", *[one.name for one in found.workloads]]
+    return _terminal_table("measured seconds of the steps to the target", head, _measured(found))
+
+
+def predicted_table(found: Standing, predicted: Predicted) -> Table:
     """Predicted seconds of each submission to the targets."""
     head = ["submission", *[one.name for one in found.workloads]]
-    return _terminal_table(f"predicted seconds on {predicted.card}", head, _seconds(found, predicted))
+    return _terminal_table(f"predicted seconds on {predicted.card}", head, _predicted(found, predicted))
 
 
 def _terminal_table(title: str, head: list[str], rows: list[list[str]]) -> Table:
@@ -93,8 +105,11 @@ def build_score_page(found: Standing, predicted: Predicted | None = None) -> str
         ("steps", "Steps to the target", html_table(["submission", *names], _steps(found))),
         ("workloads", "Workloads", _workloads(found)),
     ]
+    if _has_seconds(found):
+        table = html_table(["submission", *names], _measured(found))
+        sections.insert(3, ("measured", "Measured seconds", join([table, tag("p", _MEASURED)])))
     if predicted is not None:
-        table = html_table(["submission", *names], _seconds(found, predicted))
+        table = html_table(["submission", *names], _predicted(found, predicted))
         why = [tag("p", one) for one in (_PREDICTED, *predicted.unknown)]
         sections.insert(3, ("seconds", f"Predicted seconds on {predicted.card}", join([table, *why])))
     return page_of("Time to result", header, sections, command="scrimp score", origin="the studies")
@@ -120,12 +135,23 @@ def _steps(found: Standing) -> list[list[str]]:
     return [[name, *[steps_text(one, one.entries[name]) for one in found.workloads]] for name in found.scores]
 
 
-def _seconds(found: Standing, predicted: Predicted) -> list[list[str]]:
+def _has_seconds(found: Standing) -> bool:
+    return any(entry.seconds is not None for one in found.workloads for entry in one.entries.values())
+
+
+def _measured(found: Standing) -> list[list[str]]:
+    return [
+        [name, *[_seconds_text(one.entries[name].seconds) for one in found.workloads]]
+        for name in found.scores
+    ]
+
+
+def _predicted(found: Standing, predicted: Predicted) -> list[list[str]]:
     return [
         [
             name,
             *[
-                _seconds_text(one.entries[name], predicted.step_seconds[one.name][name])
+                _seconds_text(_product(one.entries[name].steps, predicted.step_seconds[one.name][name]))
                 for one in found.workloads
             ],
         ]
@@ -133,10 +159,14 @@ def _seconds(found: Standing, predicted: Predicted) -> list[list[str]]:
     ]
 
 
-def _seconds_text(entry: Entry, step_seconds: float | None) -> str:
-    if step_seconds is None:
+def _product(steps: float, step_seconds: float | None) -> float | None:
+    return None if step_seconds is None else steps * step_seconds
+
+
+def _seconds_text(seconds: float | None) -> str:
+    if seconds is None:
         return MISSING
-    return "never" if entry.steps == math.inf else f"{entry.steps * step_seconds:.3g}"
+    return "never" if seconds == math.inf else f"{seconds:.3g}"
 
 
 def steps_text(workload: Workload, entry: Entry) -> str:

@@ -6,25 +6,31 @@ Method   A study with `figure = "steps_to_target"` is a workload; its submission
          `[submissions]` makes of them. A run that failed counts by the evaluations that it had: mostly it never
          reached the target. All else that would make the comparison uneven is refused by name: runs that are missing,
          other submissions or numbers of trials, other data, a held-out variant without its workload.
-Limits   Times are steps. On a workload all submissions have the same batch, so that tokens and steps have the same
-         ratios. Seconds are no figure here: formats that a device emulates take none that say anything.
+Seconds  Those of a submission's steps, n B / r with n the median steps to the target, B the tokens of a step and r the
+         median rate of its runs, where these say anything: in working formats, which no device emulates, of runs that
+         had their machine for themselves.
+Limits   Scores are of steps. On a workload all submissions have the same batch, so that tokens and steps have the same
+         ratios. Seconds have no evaluations in them.
 Checked  tests/study/test_workloads.py
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from scrimp.errors import ConfigError
+from scrimp.precision import HIGH_PRECISION
 from scrimp.study.conduct import rows_of, study_of
 from scrimp.study.definition import Study
 from scrimp.study.pairs import seeds_of, with_other_data
 from scrimp.study.rounds import steps_of
 from scrimp.study.rows import Key, Row
 from scrimp.study.time_to_result import ratios, score, time_of
+from scrimp.study.variants import Variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +43,8 @@ class Entry:
     """Seeds on which it was."""
     failed: int
     """Runs that ended with an error."""
+    seconds: float | None
+    """Measured time of these steps; None: of emulated formats, or of runs beside others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +75,7 @@ class Workload:
     @property
     def batch_tokens(self) -> int:
         """Tokens of a step."""
-        return int(self.study.variants[0].settings["train.batch_tokens"])
+        return _batch_tokens(self.study)
 
     @property
     def trials(self) -> int:
@@ -126,11 +134,27 @@ def _entry(study: Study, rows: Mapping[Key, Row], trials: Sequence[str], seeds: 
     steps = {one.name: steps_of(one) for one in study.variants}
     runs = [[rows[name, seed, steps[name]] for name in trials] for seed in seeds]
     times = [[_steps_to_target(study, row) for row in of_seed] for of_seed in runs]
+    steps_to_target = time_of(times)
+    rate = _rate([study.named(name) for name in trials], [row for of_seed in runs for row in of_seed])
     return Entry(
-        steps=time_of(times),
+        steps=steps_to_target,
+        seconds=None if rate is None else steps_to_target * _batch_tokens(study) / rate,
         reached=sum(min(of_seed) < math.inf for of_seed in times),
         failed=sum(row.error is not None for of_seed in runs for row in of_seed),
     )
+
+
+def _rate(trials: Sequence[Variant], rows: Sequence[Row]) -> float | None:
+    """The median tokens a second of runs in working formats that were timed alone; None of others."""
+    are_native = all(one.settings.get("precision") in (None, *HIGH_PRECISION) for one in trials)
+    rates = [rate for row in rows if (rate := row.figures.get("tokens_per_second"))]
+    if not (are_native and rates and all(row.at_once == 1 for row in rows)):
+        return None
+    return statistics.median(rates)
+
+
+def _batch_tokens(study: Study) -> int:
+    return int(study.variants[0].settings["train.batch_tokens"])
 
 
 def _steps_to_target(study: Study, row: Row) -> float:
