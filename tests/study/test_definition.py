@@ -353,6 +353,24 @@ REFUSED = {
         None,
     ),
     "too many": ("seeds = 9000\n" + LIST, "too many runs", None),
+    "a mixture of one source": (
+        'figure = "mean_source_loss"\n'
+        + LIST.removeprefix('\nfigure = "training_loss"').replace(
+            "train.steps = 8", 'train.steps = 8\ndata.mix = "stdlib:email=1"'
+        ),
+        "bf16 in mine.toml: data.mix has one source",
+        "weight 0",
+    ),
+    "a step that decays all": (
+        LIST + "optimizer.weight_decay = 10\n",
+        "fp8 in mine.toml: a step decays all of the weights",
+        "lower one of them",
+    ),
+    "a trunk without held-out text": (
+        LIST + '[trunk]\ndata.source = "copy"\ndata.held_out = 0\n',
+        "the trunk in mine.toml has nothing to be judged by",
+        "leave data.held_out out of [trunk]",
+    ),
 }
 
 

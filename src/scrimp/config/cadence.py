@@ -135,6 +135,23 @@ def check(config: Config) -> None:
             expected=f"at most {steps:,}",
             do="lower schedule.warmup_steps, or leave it out",
         )
+    check_decay(config)
+    every, keep_every = config.checkpoint.every or 0, config.checkpoint.keep_every
+    if keep_every and (every == 0 or keep_every % every):
+        raise ConfigError(
+            "checkpoint.keep_every is not a multiple of checkpoint.every",
+            got=f"to keep every {keep_every:,} of checkpoints written every {every:,} steps",
+            expected=f"a multiple of {every:,}" if every else "checkpoint.every above 0",
+            do="change checkpoint.keep_every, or leave checkpoint.every out",
+        )
+
+
+def check_decay(config: Config) -> None:
+    """Refuse a decay of all of the weights in a step.
+
+    Raises:
+        ConfigError: naming the settings.
+    """
     lr, decay = config.optimizer.lr or 0.0, config.optimizer.weight_decay
     ratio = max(1.0, config.optimizer.embedding_lr_ratio or 1.0)
     if lr * ratio * decay >= 1:
@@ -144,14 +161,6 @@ def check(config: Config) -> None:
             got=f"optimizer.lr {lr:g}{of_embedding} x optimizer.weight_decay {decay:g}",
             expected="a product below 1: weights shrink by it in each step",
             do="lower one of them",
-        )
-    every, keep_every = config.checkpoint.every or 0, config.checkpoint.keep_every
-    if keep_every and (every == 0 or keep_every % every):
-        raise ConfigError(
-            "checkpoint.keep_every is not a multiple of checkpoint.every",
-            got=f"to keep every {keep_every:,} of checkpoints written every {every:,} steps",
-            expected=f"a multiple of {every:,}" if every else "checkpoint.every above 0",
-            do="change checkpoint.keep_every, or leave checkpoint.every out",
         )
 
 

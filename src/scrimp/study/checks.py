@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from scrimp.config import Config, check_values, nearest_word, ranks_of, replace_values
+from scrimp.config import Config, cadence, check_values, nearest_word, ranks_of, replace_values
 from scrimp.config.mixture import mixed_sources
 from scrimp.config.optimizers import AUTO
 from scrimp.errors import ConfigError, ScrimpError
@@ -263,11 +263,9 @@ def _check_sources(study: Study, where: str) -> None:
     """Refuse runs that have no mixture, or one of other sources: these are what all are evaluated on."""
     runs = [*study.runs, *([] if study.trunk is None or study.trunk_has_own_data else [study.trunk])]
     mixes = {one.name: one.settings.get("data.mix") for one in runs}
+    of_run = {name: _sources_of(mix, name, where) for name, mix in mixes.items()}
     for name, mix in mixes.items():
-        sources, common = (
-            [one.name for one in mixed_sources(str(text))] if text else []
-            for text in (mix, mixes[study.control])
-        )
+        sources, common = of_run[name], of_run[study.control]
         if not sources or sources != common:
             raise ConfigError(
                 f"{name} in {where} is not evaluated on the sources of {study.control}",
@@ -277,10 +275,24 @@ def _check_sources(study: Study, where: str) -> None:
             )
 
 
+def _sources_of(mix: object, name: str, where: str) -> list[str]:
+    """The names of a mixture's sources; none without one."""
+    try:
+        return [one.name for one in mixed_sources(str(mix))] if mix else []
+    except ConfigError as error:
+        raise ConfigError(
+            f"{name} in {where}: {error.what}",
+            got=error.got,
+            expected="the sources of all variants, as source=weight, with commas between them",
+            do="give what it does not train on the weight 0",
+        ) from None
+
+
 def _check_settings(variant: Variant, where: str) -> None:
     config = replace_values(Config(), variant.settings)
     try:
         check_values(config)
+        cadence.check_decay(config)
     except ScrimpError as error:
         raise type(error)(
             f"{variant.name} in {where}: {error.what}", got=error.got, expected=error.expected, do=error.do

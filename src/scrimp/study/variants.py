@@ -213,7 +213,7 @@ def ordered(variants: Sequence[Variant], where: str) -> tuple[Variant, ...]:
                 near = nearest_word(name, names)
                 raise ConfigError(
                     f"{variant.name} in {where} needs a run that is not there",
-                    got=name,
+                    got=f"{name}, which is evaluated in the place of a run" if name in known else name,
                     expected="another variant that is a run, its name without a comma",
                     do=f"did you mean {near}?" if near else "add the variant",
                 )

@@ -204,7 +204,7 @@ def _check_together(workloads: Sequence[Workload]) -> None:
             raise ConfigError(
                 f"{one.name} is a held-out variant of a workload that is not there",
                 got=one.study.held_out_of,
-                expected=f"one of {', '.join(base) or 'none'}",
+                expected=f"one of {', '.join(base)}" if base else "its workload beside it",
                 do="name its folder too; it has to be called so",
             )
 

@@ -470,7 +470,9 @@ def _no_tokenizer(folder: Path) -> ModelError:
 
 def _refuse_stranger(folder: Path) -> None:
     if not folder.exists():
-        raise ModelError(f"{folder} does not exist", expected="a Scrimp run or a Hugging Face folder")
+        raise ModelError(
+            f"{folder} does not exist", expected="a Scrimp run or a Hugging Face folder", do="check the path"
+        )
     if not folder.is_dir() or not (is_run(folder) or is_huggingface(folder)):
         raise ModelError(
             f"{folder} is neither a Scrimp run nor a Hugging Face folder",
