@@ -171,11 +171,15 @@ def test_likenesses_are_cosines_of_mean_word_vectors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sentences", "noise"), [(300, 0.0), pytest.param(600, 0.15, marks=pytest.mark.slow)]
+    ("sentences", "noise", "seed"),
+    [
+        pytest.param(*case, marks=() if case == (300, 0.0, 0) else pytest.mark.slow)
+        for case in itertools.product((300, 1000), (0.0, 0.15), (0, 1))
+    ],
 )
-def test_a_cipher_that_nobody_told_is_aligned(sentences: int, noise: float) -> None:
+def test_a_cipher_that_nobody_told_is_aligned(sentences: int, noise: float, seed: int) -> None:
     """A tenth of the places merged, a tenth missing on one side; then also words that are left out and added."""
-    text = ciphered(english(sentences), 0, noise=noise)
+    text = ciphered(english(sentences), seed, noise=noise)
     one, other = Words(text.source), Words(text.target)
     by_length = measured(align(ByLength(one, other), len(one), len(other)), text.pairs)
     found = aligned(text.source, text.target)
