@@ -17,6 +17,10 @@ STUDIES = sorted(
 )
 
 
+def test_there_are_some() -> None:
+    assert len(STUDIES) > 9
+
+
 @pytest.mark.parametrize("file", STUDIES, ids=lambda one: one.stem)
 def test_a_study_can_be_read(file: Path) -> None:
     study = load_study(str(file))

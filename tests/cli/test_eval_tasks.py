@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from tiny_run import flags, write_corpus
 
-from scrimp.cli import main
+from scrimp.cli import eval_tasks, main
 from scrimp.cli.trained import load_executable
+from scrimp.config import Config, replace_values, to_toml
 from scrimp.tasks import BUILT_IN, figures_of, read_texts, score
 from scrimp.training.trained_weights import open_target
 
@@ -98,3 +99,13 @@ def test_a_model_without_checkpoints_has_no_series(
     assert main(["eval", str(tmp_path / "out"), "--tasks", "copying", "--checkpoints", "--device=cpu"]) == 2
     assert "has no checkpoints" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "out")
+
+
+def test_students_of_other_teachers_are_no_seeds_of_one_model(tmp_path: Path) -> None:
+    settings = {"a": "one", "b": "one", "c": "other"}
+    for seed, (name, teacher) in enumerate(settings.items()):
+        (tmp_path / name).mkdir()
+        config = {"objective.name": "distill", "objective.teachers": teacher, "run.seed": seed}
+        (tmp_path / name / "config.toml").write_text(to_toml(replace_values(Config(), config)))
+    a, b, c = (eval_tasks._model_of(tmp_path / name) for name in settings)
+    assert a == b != c

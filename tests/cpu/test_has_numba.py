@@ -16,7 +16,7 @@ def test_numba_that_cannot_be_imported_is_said(tmp_path: Path, monkeypatch: pyte
     (folder / "__init__.py").write_text("raise ImportError('Numba needs NumPy 2.3 or less')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "numba", raising=False)
-    with pytest.warns(UserWarning, match=r"without its kernels.*NumPy 2\.3 or less"):
+    with pytest.warns(UserWarning, match=r"without its kernels .*NumPy 2\.3 or less"):
         assert not has_numba.__wrapped__()
 
 

@@ -85,7 +85,8 @@ def test_the_amount_that_has_a_loss_lies_between_its_neighbours() -> None:
     amounts, losses = [1, 2, 4, 8], [5.0, 4.0, 4.2, 2.0]
     assert amount_of(amounts, losses, 4.5) == pytest.approx(2**0.5)
     assert amount_of(amounts, losses, 3.0) == pytest.approx(4 * 2**0.5)  # more text is never worth less
-    assert amount_of(amounts, losses, 5.5) == 1
+    assert amount_of(amounts, losses, 5.0) == 1
+    assert amount_of(amounts, losses, 5.5) == 0
     assert amount_of(amounts, losses, 2.0) == pytest.approx(8)
     assert amount_of(amounts, losses, 1.9) == float("inf")
 
@@ -156,8 +157,8 @@ def test_findings_are_what_the_losses_say() -> None:
     # Of width 96 three members have 4.2833, between 4.3 of twice the text and 4.15 of four times.
     assert said[9] == (
         "In data: ensemble-3-of-96 has the loss that the usual recipe, four epochs, has with 2.2 times the text "
-        "(2.2 to 2.2 by single seeds); usual-32, the best of the usual decay, with 1.0 times the text "
-        "(1.0 to 1.0 by single seeds)."
+        "(by single seeds 2.2 to 2.2); usual-32, the best of the usual decay, with less than 1 times the text "
+        "(by single seeds less than 1 to less than 1)."
     )
 
 

@@ -110,6 +110,13 @@ def test_of_runs_that_are_missing_nothing_is_said() -> None:
     rows = planted()
     without = {key: row for key, row in rows.items() if key[0] != "large-2e-3"}
     assert [one.split()[0] for one in said(without)] == ["Two"]
+    halved = {
+        (name, seed, steps // 2 if name == "large-2e-3" else steps): replace(
+            row, steps=steps // 2 if name == "large-2e-3" else steps
+        )
+        for (name, seed, steps), row in rows.items()
+    }
+    assert [one.split()[0] for one in said(halved)] == ["Two"]
     failed = {key: row if key[0] != "phased" else replace(row, error="it broke") for key, row in rows.items()}
     assert len(said(failed)) == 5
     assert said({}) == []

@@ -368,8 +368,8 @@ REFUSED = {
     ),
     "a trunk without held-out text": (
         LIST + '[trunk]\ndata.source = "copy"\ndata.held_out = 0\n',
-        "the trunk in mine.toml has nothing to be judged by",
-        "leave data.held_out out of [trunk]",
+        "trunk in mine.toml has nothing to be judged by",
+        "leave data.held_out out",
     ),
 }
 
@@ -383,6 +383,10 @@ def test_what_cannot_be_a_study_is_refused_with_advice(case: str) -> None:
     assert "mine.toml" in refusal.value.what or case == "impossible value"
     if do is not None:
         assert do in (refusal.value.do or "")
+
+
+def test_a_trunk_of_runs_that_are_judged_by_training_needs_no_held_out_text() -> None:
+    assert read(LIST.replace("train.steps = 8", "train.steps = 8\ndata.held_out = 0") + "[trunk]\n").trunk
 
 
 def test_speeds_may_be_of_other_sequences() -> None:

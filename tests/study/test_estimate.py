@@ -23,6 +23,7 @@ from scrimp.study.estimate import (
     with_micro_batch,
     within,
 )
+from scrimp.study.rows import append_row
 
 PROBES = dict.fromkeys("abc", PROBE)  # 2 s until the first step, 0.5 s each of 8 steps
 
@@ -218,6 +219,12 @@ def test_threads_stay_those_that_a_folder_was_begun_with(
     study = study_of()
     assert threads_of(study, tmp_path) == 2
     probe_all(study, tmp_path, 2, lambda text: None, trusts=False)
+    assert threads_of(study.with_seeds(8), tmp_path) == 1  # so far nothing but a dry run
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "a-seed0.toml").write_text("")
+    assert threads_of(study.with_seeds(8), tmp_path) == 2
+    (tmp_path / estimate.PROBES).unlink()
+    append_row(tmp_path, replace(row_for(study, "a", 0, 3.0), environment={"threads": 2}))
     assert threads_of(study.with_seeds(8), tmp_path) == 2
     with pytest.raises(ConfigError, match="other threads than the study"):
         threads_of(replace(study, threads=4), tmp_path)

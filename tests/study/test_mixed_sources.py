@@ -176,7 +176,7 @@ def test_a_source_with_less_than_its_tokens_is_refused_by_name(
     words += ["--data.tokens=40000", f"--run.dir={tmp_path / 'run'}"]
     assert main([*words, f"--data.mix={mix(texts, 1, 1, 0)}"]) == 2
     said = capsys.readouterr().err
-    assert "b.txt has less than data.tokens" in said
+    assert "b.txt has fewer training tokens than data.tokens" in said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     assert main([*words, f"--data.mix={mix(texts, 1, 0, 0)}"]) == 0  # which reads nothing of it
 

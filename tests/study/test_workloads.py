@@ -125,6 +125,10 @@ def test_seconds_are_those_of_native_runs_that_had_their_machine_alone(
     assert main(["score", str(folder), "--out", str(tmp_path / "score.html")]) == 0
     assert "measured seconds of the steps to the target" in " ".join(capsys.readouterr().out.split())
     assert "Measured seconds" in (tmp_path / "score.html").read_text()
+    append_row(
+        folder, replace(row, variant="a", seed=0, digest=study.digest(study.named("a"), 0), machine="other")
+    )
+    assert standing([folder]).workloads[0].entries["a"].seconds is None
 
 
 def test_fewer_seeds_than_the_file_has_are_scored_where_all_ran_them(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_a_dry_run_refuses_what_a_run_would(config: Config, tmp_path: Path) -> N
     [
         (["--data.tokens=64"], None),
         (["--data.tokens=63"], "shorter than one sequence"),
-        (["--data.tokens=1000000"], "has less than data.tokens"),
+        (["--data.tokens=1000000"], "has fewer training tokens than data.tokens"),
         (["--data.tokens=0"], "out of range"),
         (["--data.tokens=100", "--objective.name=sft"], "data.tokens applies to text"),
     ],

@@ -23,6 +23,7 @@ from scrimp.config.read_toml import expand_home
 from scrimp.errors import CheckpointError, ConfigError
 from scrimp.tasks import BUILT_IN, Figure, Task, early_signal, figures_of, read_task, read_texts, score
 from scrimp.training.checkpoint import CheckpointStore
+from scrimp.training.distillation import TEACHERS
 from scrimp.training.run_folder import saved_config
 from scrimp.training.trained_weights import is_run, open_target
 
@@ -154,9 +155,10 @@ def _checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _model_of(folder: Path) -> Hashable:
-    """What a run's settings make it, whatever its seed."""
+    """What a run's settings make it, whatever its seed. Teachers may have moved when a run goes on, but other ones make
+    another model."""
     saved = saved_config(folder)
-    free = may_change(saved).union(_SEEDS)
+    free = may_change(saved).union(_SEEDS) - {TEACHERS}
     return tuple((key, str(value)) for key, value in flatten(saved).items() if key not in free)
 
 

@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING
 from scrimp.cli.show import plain_console, say
 from scrimp.config.read_toml import expand_home
 from scrimp.errors import ConfigError
-from scrimp.files import folder_lock, make_folder
+from scrimp.files import make_folder
 from scrimp.recipes import PREFIX, check, file_of, findings, is_recipe
 from scrimp.study.announce import announcement
-from scrimp.study.conduct import RUNS, STUDY_FILE, begin, conduct, lock_folder, rows_of, study_of
+from scrimp.study.conduct import (
+    STUDY_FILE,
+    begin,
+    conduct,
+    lock_folder,
+    lock_looks,
+    rows_of,
+    study_of,
+)
 from scrimp.study.definition import Study, load_study, shipped_studies
 from scrimp.study.estimate import (
     Probe,
@@ -26,6 +34,7 @@ from scrimp.study.estimate import (
     threads_of,
     within,
 )
+from scrimp.study.job import RUNS
 from scrimp.study.looks import read_looks, record_looks
 from scrimp.study.page import write_page
 from scrimp.study.processes import LocalPlaces, Places
@@ -73,12 +82,6 @@ def study(command: StudyCommand) -> int:
     if command.report:
         _refuse(of_running, "--report runs nothing", "leave that out")
         return _report(found, folder)
-    if command.set and source.is_file() and source.resolve() == (folder / STUDY_FILE).resolve():
-        raise ConfigError(
-            f"{source} would be overwritten",
-            got=f"--set, and --out {folder}, which keeps the study with these settings as {STUDY_FILE}",
-            do="give another folder with --out, or write the settings into the file",
-        )
     with lock_folder(folder):
         return _carry_out(found, folder, command)
 
@@ -157,10 +160,7 @@ def _places(
 
 
 def _show(found: Study, rows: Mapping[Key, Row], folder: Path) -> int:
-    make_folder(folder / RUNS)
-    with folder_lock(
-        folder / RUNS, lambda: None
-    ):  # of --report beside a study that runs: the folder is taken
+    with lock_looks(folder):
         looks = read_looks(folder)
         results = results_of(found, rows, looks)
         record_looks(folder, looks, {one.name: one.look for one in results.others if one.look is not None})

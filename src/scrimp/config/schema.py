@@ -62,8 +62,8 @@ class DataConfig:
     """Instead of source: several of them with weights, as web.jsonl=0.7,stdlib=0.3. A weight says how much of what is
     trained on comes from there, in tokens; 0 evaluates on it alone. Unset: source alone."""
     tokens: int | None = None
-    """Train on the first so many tokens of the source, which must have them, alone, again and again: to see what little
-    data does; of a mix on so many of each source. Unset: on all."""
+    """Train on the first so many tokens of the source alone, again and again, to see what little data does; of a mix,
+    on so many of each source. Each must have them. Unset: on all."""
     text_column: str = "text"
     """Column (JSONL key) that holds the text; of conversations, messages unless another is named."""
     chat_template: Path | None = None

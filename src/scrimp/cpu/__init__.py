@@ -30,7 +30,7 @@ def has_numba() -> bool:
         numba = importlib.import_module("numba")
     except (ImportError, OSError) as error:
         warnings.warn(
-            f"numba is installed and cannot be imported, so that steps run without its kernels, slower ({error}): "
+            f"numba is installed but cannot be imported, so steps run slower, without its kernels ({error}): "
             "pip install 'scrimp[numba]' takes one that fits",
             stacklevel=2,
         )

@@ -124,13 +124,7 @@ def _check_trunk(study: Study, trunk: Variant, where: str) -> None:
             do="move it to [settings]",
         )
     _check_settings(trunk, where)
-    if trunk.settings.get("data.held_out") == 0:
-        raise ConfigError(
-            f"the trunk in {where} has nothing to be judged by",
-            got="data.held_out 0",
-            expected="held-out text, whose loss is the trunk's figure",
-            do="leave data.held_out out of [trunk]",
-        )
+    _check_judged(trunk, study.recorded_figure_of(trunk), where)
 
 
 def _check_shared(study: Study, where: str) -> None:
@@ -280,11 +274,9 @@ def _sources_of(mix: object, name: str, where: str) -> list[str]:
     try:
         return [one.name for one in mixed_sources(str(mix))] if mix else []
     except ConfigError as error:
+        do = "give what it does not train on the weight 0" if "one source" in error.what else error.do
         raise ConfigError(
-            f"{name} in {where}: {error.what}",
-            got=error.got,
-            expected="the sources of all variants, as source=weight, with commas between them",
-            do="give what it does not train on the weight 0",
+            f"{name} in {where}: {error.what}", got=error.got, expected=error.expected, do=do
         ) from None
 
 
@@ -314,14 +306,19 @@ def _check_settings(variant: Variant, where: str) -> None:
 
 def _check_run(study: Study, variant: Variant, where: str) -> None:
     _check_settings(variant, where)
-    if study.figure in ("held_out_loss", "mean_source_loss") and variant.settings.get("data.held_out") == 0:
-        raise ConfigError(
-            f"{variant.name} in {where} has nothing to be judged by",
-            got=f"data.held_out 0, figure {study.figure}",
-            do="leave data.held_out out, or compare training_loss",
-        )
+    _check_judged(variant, study.figure, where)
     if study.halving is not None:
         _check_halving(study, study.halving, variant, where)
+
+
+def _check_judged(variant: Variant, figure: str, where: str) -> None:
+    """Refuse a run without the text that its figure is of."""
+    if figure in ("held_out_loss", "mean_source_loss") and variant.settings.get("data.held_out") == 0:
+        raise ConfigError(
+            f"{variant.name} in {where} has nothing to be judged by",
+            got=f"data.held_out 0, figure {figure}",
+            do="leave data.held_out out, or compare training_loss",
+        )
 
 
 def _check_halving(study: Study, halving: Halving, variant: Variant, where: str) -> None:

@@ -12,6 +12,8 @@ Method   What is to be done follows from the file and the rows alone: the runs o
          Runs that are timed take turns, in one order for even seeds and in the other for odd ones, so that a machine
          that slows down slows all.
          The folder is locked: two studies in one would write each other's rows.
+Limits   A study may be moved between calls. Runs that were killed go on there, students with their teachers where these
+         lie now; not runs of adapters, which look for their base where it was.
 Checked  tests/study/test_conduct.py, with places that train nothing; tests/study/test_study_runs.py, with runs
 """
 
@@ -24,17 +26,16 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from scrimp.errors import ConfigError, StorageError
-from scrimp.files import folder_lock, make_folder, write_whole
+from scrimp.files import folder_lock, make_folder, read_bounded, write_whole
 from scrimp.study.definition import Study, load_study, parse_study
 from scrimp.study.estimate import Probe, threads_of, with_micro_batch
-from scrimp.study.job import Job, finished_row, has_reached, read_run_of, row_of, run_name
+from scrimp.study.job import RUNS, Job, finished_row, has_reached, read_run_of, row_of, run_name
 from scrimp.study.processes import Places
 from scrimp.study.rounds import Round, rounds, steps_of
 from scrimp.study.rows import Key, Row, append_row, read_rows, rows_of_study
 from scrimp.study.variants import TRUNK, Variant
 
 STUDY_FILE: Final = "study.toml"
-RUNS: Final = "runs"
 _LOOK_S: Final = 0.2
 
 
@@ -78,6 +79,12 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
 
 
+def lock_looks(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Hold a study's looks for this process, waiting for others: a report is made beside a study that runs, too, which
+    holds the folder."""
+    return folder_lock(folder / RUNS if (folder / RUNS).is_dir() else folder, lambda: None)
+
+
 def study_of(folder: Path) -> Study:
     """The study whose results lie in a folder.
 
@@ -99,10 +106,18 @@ def begin(study: Study, folder: Path) -> dict[Key, Row]:
     """Put the study's file into its folder; the rows of its variants that are there.
 
     Raises:
-        ConfigError: rows were made with other settings.
+        ConfigError: rows were made with other settings, or the file is another one, of which nothing has run.
     """
-    rows = rows_of(study, folder)
-    write_whole(folder / STUDY_FILE, study.text)
+    rows, file = rows_of(study, folder), folder / STUDY_FILE
+    if file.exists() and not rows and not (folder / RUNS).exists():
+        before = read_bounded(file, error=ConfigError, do="give another folder with --out", at_most=2**24)
+        if before != study.text.encode():
+            raise ConfigError(
+                f"{file} would be overwritten",
+                got="another study, or other settings, of which nothing has run",
+                do="give another folder with --out, or move that file",
+            )
+    write_whole(file, study.text)
     return rows
 
 

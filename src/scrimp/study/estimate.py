@@ -38,10 +38,10 @@ from scrimp.json_files import read_json
 from scrimp.report.units import format_duration
 from scrimp.study.comparisons import pairs_for_bootstrap
 from scrimp.study.definition import Study
-from scrimp.study.job import Job, data_digest, read_run_of
+from scrimp.study.job import RUNS, Job, data_digest, read_run_of
 from scrimp.study.processes import Process, last_step
 from scrimp.study.rounds import steps_of, survivors
-from scrimp.study.rows import Key, Row, digest_of
+from scrimp.study.rows import Key, Row, digest_of, read_rows
 from scrimp.study.variants import MOST_RUNS, TRUNK, Variant
 
 PROBES: Final = "probes.json"
@@ -95,21 +95,31 @@ def threads_of(study: Study, folder: Path) -> int:
     Raises:
         ConfigError: the file asks for others than that.
     """
-    begun = {one.threads for one in kept_probes(folder).values()}
+    begun = _begun_threads(folder)
     if study.threads is not None:
-        if begun and begun != {study.threads}:
+        if begun not in (None, study.threads):
             raise ConfigError(
                 f"the runs in {folder} have other threads than the study",
                 got=f"threads = {study.threads}",
-                expected=f"{min(begun)}, with which the folder was begun: sums in another order are other numbers",
+                expected=f"{begun}, with which they were begun: sums in another order are other numbers",
                 do="leave threads as they were, or give another folder with --out",
             )
         return study.threads
-    if begun:
-        return min(begun)
+    if begun is not None:
+        return begun
     variants = len(study.runs) if study.descent is None else len(study.descent.least())
     runs = 1 if study.is_timed else variants * len(study.seeds)
     return max(1, cores() // runs)
+
+
+def _begun_threads(folder: Path) -> int | None:
+    """Those of the newest row, or of the probes where runs have begun and none has ended; None: no run has begun."""
+    rows = [row.environment.get("threads") for row in read_rows(folder).values()]
+    probed = (
+        [one.threads for one in kept_probes(folder).values()] if any((folder / RUNS).glob("*.toml")) else []
+    )
+    known = [one for one in (*probed, *rows) if isinstance(one, int)]
+    return known[-1] if known else None
 
 
 def cores() -> int:

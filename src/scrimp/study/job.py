@@ -26,6 +26,8 @@ from scrimp.study.definition import RecordedFigure
 from scrimp.study.rows import LARGEST, MOST_POINTS, Curve, Key, Row
 from scrimp.study.variants import Combined
 
+RUNS: Final = "runs"
+"""Within a study's folder, where its runs lie."""
 SOURCE: Final = "held_out_loss/"
 """Before the label of a mixture's source: the figure that is its held-out loss."""
 _WRITTEN: Final = ", written by scrimp study in "
@@ -122,7 +124,7 @@ def refuse_other_settings(job: Job) -> None:
     """
     with storage(job.settings_file, "read"):
         text = job.settings_file.read_text(encoding="utf-8") if job.settings_file.exists() else None
-    if not job.run_folder.exists() or (text is not None and _decides(text) == _decides(job.toml)):
+    if not job.run_folder.exists() or (text is not None and _decides(text, job) == _decides(job.toml, job)):
         return
     if text is None and not (job.run_folder / "config.toml").exists():
         return  # killed before it had anything to go on with
@@ -134,12 +136,12 @@ def refuse_other_settings(job: Job) -> None:
     )
 
 
-def _decides(text: str) -> list[str]:
+def _decides(text: str, job: Job) -> list[str]:
     """The lines of a run's settings that decide its numbers: where the study's own runs lie does not, since they may
-    have moved with it."""
-    folder = text.partition("\n")[0].partition(_WRITTEN)[2].strip('"')
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    return [line.replace(f"{folder}/", "") for line in lines] if folder else lines
+    have moved with it. Files of earlier versions do not say where that was, and are taken to lie there still."""
+    folder = text.partition("\n")[0].partition(_WRITTEN)[2] or toml_value(str(job.folder))
+    own, lines = folder.strip('"'), [line for line in text.splitlines() if not line.startswith("#")]
+    return [line.replace(f"{own}/", "") for line in lines]
 
 
 def _changed(before: str, after: str) -> str:

@@ -20,7 +20,7 @@ from scrimp.study.comparisons import MOST_PAIRS, Comparison, compare
 from scrimp.study.definition import FigureName, Study
 from scrimp.study.looks import Look, Looks, confidence_of, number_of
 from scrimp.study.pairs import compared_step, differences, figure_of, last_steps, seeds_of, with_other_data
-from scrimp.study.rounds import descent_point, is_finished, loss_of, reached_round, visited
+from scrimp.study.rounds import descent_point, is_finished, loss_of, reached_round, steps_of, visited
 from scrimp.study.rows import Curve, Key, Row
 
 FIGURES: Final[dict[FigureName, str]] = {
@@ -88,9 +88,14 @@ class Results:
         """All but the control."""
         return [one for one in self.outcomes if one.comparison is not None]
 
+    def whole_runs(self, variant: str) -> list[Row]:
+        """The rows of a variant's runs that went to their end, and did not fail."""
+        steps = steps_of(self.study.named(variant))
+        return [one for one in self.rows if (one.variant, one.steps, one.error) == (variant, steps, None)]
+
     def figure_by_seed(self, variant: str, figure: str) -> dict[int, float]:
-        """A figure of a variant's runs, at the last step that they have, of those that did not fail."""
-        rows = _rows_of(self, variant)
+        """A figure of these; empty of a variant that the study does not have."""
+        rows = self.whole_runs(variant) if any(one.name == variant for one in self.study.variants) else []
         return {row.seed: value for row in rows if (value := row.figures.get(figure)) is not None}
 
 

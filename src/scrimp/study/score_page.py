@@ -103,15 +103,15 @@ def build_score_page(found: Standing, predicted: Predicted | None = None) -> str
         ("scores", "Scores", html_table(["submission", "score", *found.ratios], _scores(found))),
         ("profiles", "Performance profiles", join([profile_svg(found), _profiles(found)])),
         ("steps", "Steps to the target", html_table(["submission", *names], _steps(found))),
-        ("workloads", "Workloads", _workloads(found)),
     ]
     if _has_seconds(found):
         table = html_table(["submission", *names], _measured(found))
-        sections.insert(3, ("measured", "Measured seconds", join([table, tag("p", _MEASURED)])))
+        sections.append(("measured", "Measured seconds", join([table, tag("p", _MEASURED)])))
     if predicted is not None:
         table = html_table(["submission", *names], _predicted(found, predicted))
         why = [tag("p", one) for one in (_PREDICTED, *predicted.unknown)]
-        sections.insert(3, ("seconds", f"Predicted seconds on {predicted.card}", join([table, *why])))
+        sections.append(("seconds", f"Predicted seconds on {predicted.card}", join([table, *why])))
+    sections.append(("workloads", "Workloads", _workloads(found)))
     return page_of("Time to result", header, sections, command="scrimp score", origin="the studies")
 
 

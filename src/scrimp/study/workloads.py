@@ -6,9 +6,9 @@ Method   A study with `figure = "steps_to_target"` is a workload; its submission
          `[submissions]` makes of them. A run that failed counts by the evaluations that it had: mostly it never
          reached the target. All else that would make the comparison uneven is refused by name: runs that are missing,
          other submissions or numbers of trials, other data, a held-out variant without its workload.
-Seconds  Those of a submission's steps, n B / r with n the median steps to the target, B the tokens of a step and r the
-         median rate of its runs, where these say anything: in working formats, which no device emulates, of runs that
-         had their machine for themselves.
+Seconds  Of a run n B / r, with n its steps to the target, B the tokens of a step and r its tokens a second; their
+         median as of steps. Only where they say anything: in working formats, which no device emulates, of runs that
+         had their machine for themselves, all of the workload's on one machine and device.
 Limits   Scores are of steps. On a workload all submissions have the same batch, so that tokens and steps have the same
          ratios. Seconds have no evaluations in them.
 Checked  tests/study/test_workloads.py
@@ -17,9 +17,8 @@ Checked  tests/study/test_workloads.py
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scrimp.errors import ConfigError
@@ -30,7 +29,6 @@ from scrimp.study.pairs import seeds_of, with_other_data
 from scrimp.study.rounds import steps_of
 from scrimp.study.rows import Key, Row
 from scrimp.study.time_to_result import ratios, score, time_of
-from scrimp.study.variants import Variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +125,8 @@ def _workload(folder: Path) -> Workload:
     _check_rows(study, rows, folder)
     seeds = _seeds_begun(study, rows)
     entries = {name: _entry(study, rows, trials, seeds) for name, trials in study.submissions.items()}
+    if len({(row.machine, str(row.environment)) for row in rows.values()}) > 1:
+        entries = {name: replace(one, seconds=None) for name, one in entries.items()}
     return Workload(study=study, seeds=len(seeds), entries=entries)
 
 
@@ -134,23 +134,32 @@ def _entry(study: Study, rows: Mapping[Key, Row], trials: Sequence[str], seeds: 
     steps = {one.name: steps_of(one) for one in study.variants}
     runs = [[rows[name, seed, steps[name]] for name in trials] for seed in seeds]
     times = [[_steps_to_target(study, row) for row in of_seed] for of_seed in runs]
-    steps_to_target = time_of(times)
-    rate = _rate([study.named(name) for name in trials], [row for of_seed in runs for row in of_seed])
     return Entry(
-        steps=steps_to_target,
-        seconds=None if rate is None else steps_to_target * _batch_tokens(study) / rate,
+        steps=time_of(times),
+        seconds=_seconds(study, trials, runs),
         reached=sum(min(of_seed) < math.inf for of_seed in times),
         failed=sum(row.error is not None for of_seed in runs for row in of_seed),
     )
 
 
-def _rate(trials: Sequence[Variant], rows: Sequence[Row]) -> float | None:
-    """The median tokens a second of runs in working formats that were timed alone; None of others."""
-    are_native = all(one.settings.get("precision") in (None, *HIGH_PRECISION) for one in trials)
-    rates = [rate for row in rows if (rate := row.figures.get("tokens_per_second"))]
-    if not (are_native and rates and all(row.at_once == 1 for row in rows)):
+def _seconds(study: Study, trials: Sequence[str], runs: Sequence[Sequence[Row]]) -> float | None:
+    """The measured time of the steps to the target, of submissions in working formats whose runs were timed alone; None
+    of others.
+
+    Args:
+        runs: of each seed, those of all trials.
+    """
+    rows = [row for of_seed in runs for row in of_seed]
+    are_native = all(study.named(one).settings.get("precision") in (None, *HIGH_PRECISION) for one in trials)
+    if not are_native or any(row.at_once > 1 or not row.figures.get("tokens_per_second") for row in rows):
         return None
-    return statistics.median(rates)
+    return time_of([[_seconds_to_target(study, row) for row in of_seed] for of_seed in runs])
+
+
+def _seconds_to_target(study: Study, row: Row) -> float:
+    rate = row.figures["tokens_per_second"]
+    assert rate, "_seconds has looked"
+    return _steps_to_target(study, row) * _batch_tokens(study) / rate
 
 
 def _batch_tokens(study: Study) -> int:

@@ -199,7 +199,7 @@ def refuse_short(config: ResolvedConfig, corpus: Corpus | Mixture) -> None:
     for source, share, part in zip(config.data.sources, shares, corpus.parts, strict=True):
         if share and part.train.num_tokens < wanted:
             raise DataError(
-                f"what is trained on of {source} has less than data.tokens",
+                f"{source} has fewer training tokens than data.tokens",
                 got=f"{part.train.num_tokens:,} tokens",
                 expected=f"at least {wanted:,}",
                 do="lower --data.tokens, or give a source with more text",

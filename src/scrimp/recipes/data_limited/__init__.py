@@ -141,13 +141,17 @@ def _in_data(losses: Losses) -> str:
     if len(names) < 2 or not others:
         return ""
     amounts, table = [_width(one) for one in names], [losses[one] for one in names]
-    of_usual = [one for one in others if one.startswith("usual-")]
-    best, *usual = (
-        min(some, key=lambda one: statistics.fmean(losses[one])) for some in (others, of_usual) if some
-    )
-    worth = {one: _worth(amounts, table, losses[one]) for one in (best, *usual)}
-    said = f"In data: {best} has the loss that the usual recipe, four epochs, has with {worth[best]}"
-    return said + "".join(f"; {one}, the best of the usual decay, with {worth[one]}" for one in usual) + "."
+    best = _lowest(others, losses)
+    worth = _worth(amounts, table, losses[best])
+    said = f"In data: {best} has the loss that the usual recipe, four epochs, has with {worth}"
+    usual = [one for one in others if one.startswith("usual-")]
+    if usual and (more := _lowest(usual, losses)) != best:
+        said += f"; {more}, the best of the usual decay, with {_worth(amounts, table, losses[more])}"
+    return f"{said}."
+
+
+def _lowest(names: Sequence[str], losses: Losses) -> str:
+    return min(names, key=lambda one: statistics.fmean(losses[one]))
 
 
 def _worth(amounts: Sequence[int], table: Sequence[Sequence[float]], losses: Sequence[float]) -> str:
@@ -159,10 +163,16 @@ def _worth(amounts: Sequence[int], table: Sequence[Sequence[float]], losses: Seq
     """
     whole = amount_of(amounts, [statistics.fmean(one) for one in table], statistics.fmean(losses))
     each = sorted(amount_of(amounts, [one[seed] for one in table], loss) for seed, loss in enumerate(losses))
-    if whole == float("inf"):
-        return f"more than {amounts[-1]} times the text"
-    of_seeds = f" ({each[0]:.1f} to {each[-1]:.1f} by single seeds)" if len(each) > 1 else ""
-    return f"{whole:.1f} times the text{of_seeds}"
+    text = f"{_times(whole, amounts)} times the text"
+    if len(each) > 1:
+        text += f" (by single seeds {_times(each[0], amounts)} to {_times(each[-1], amounts)})"
+    return text
+
+
+def _times(amount: float, amounts: Sequence[int]) -> str:
+    if amount < amounts[0]:
+        return f"less than {amounts[0]}"
+    return f"more than {amounts[-1]}" if amount == float("inf") else f"{amount:.1f}"
 
 
 def _width(name: str) -> int:
@@ -171,6 +181,6 @@ def _width(name: str) -> int:
 
 def _law_text(law: Law) -> str:
     if not law.has_limit:
-        return f"no limit (the best exponent is the end of those tried, {law.exponent:g})"
+        return f"no limit that shows (the best exponent is the lowest of those tried, {law.exponent:g})"
     interval = f" ({law.interval[0]:.3f} to {law.interval[1]:.3f})" if law.interval else ""
     return f"{law.limit:.3f}{interval}"

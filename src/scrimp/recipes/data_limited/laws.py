@@ -53,8 +53,8 @@ class Law:
 
     @property
     def has_limit(self) -> bool:
-        """Whether the losses show an exponent: not one at an end of those that are searched."""
-        return RANGE[0] < self.exponent < RANGE[1]
+        """Whether the losses show where they end: not where they fall by as much with each doubling."""
+        return self.factor == 0 or self.exponent > RANGE[0]
 
 
 def fit(
@@ -94,8 +94,8 @@ def fit(
 
 
 def amount_of(amounts: Sequence[float], losses: Sequence[float], loss: float) -> float:
-    """The amount that has a loss, between its neighbours by the logarithm of the amount; the first one where all have
-    less, infinity where all have more.
+    """The amount that has a loss, between its neighbours by the logarithm of the amount; 0 where all have less,
+    infinity where all have more.
 
     Between neighbours, and not by a law: over a few doublings of little text the loss falls by as much with each, so
     that a law's exponent is the end of its range.
@@ -108,6 +108,8 @@ def amount_of(amounts: Sequence[float], losses: Sequence[float], loss: float) ->
     falling = np.minimum.accumulate(np.asarray(losses, dtype=np.float64))
     if loss < falling[-1]:
         return math.inf
+    if loss > falling[0]:
+        return 0.0
     return float(np.exp(np.interp(-loss, -falling, logs)))
 
 

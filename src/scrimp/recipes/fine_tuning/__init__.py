@@ -35,13 +35,11 @@ from typing import TYPE_CHECKING, Final
 from scrimp.study.early import Signal, early_scores, signal_of
 from scrimp.study.job import SOURCE
 from scrimp.study.results import shared_seeds
-from scrimp.study.rounds import steps_of
 from scrimp.tasks.curves import spearman
 
 if TYPE_CHECKING:
     from scrimp.study.definition import Study
     from scrimp.study.results import Results
-    from scrimp.study.rows import Row
     from scrimp.study.variants import Variant
 
 _SHARE: Final = 0.25
@@ -93,16 +91,6 @@ def _pairs(results: Results) -> list[Pair]:
     ]
 
 
-def _rows(results: Results, variant: Variant) -> list[Row]:
-    """The rows of whole runs that did not fail."""
-    steps = steps_of(variant)
-    return [
-        row
-        for row in results.rows
-        if row.variant == variant.name and row.steps == steps and row.error is None
-    ]
-
-
 def _batches(pairs: Sequence[Pair]) -> list[str]:
     """Each batch at its best rate, and whether larger ones with lower rates end lower."""
     best = [
@@ -147,7 +135,7 @@ def _early(results: Results, pairs: Sequence[Pair]) -> list[str]:
 
 def _signals(results: Results, pair: Pair) -> dict[int, Signal]:
     """By seed; none of rows that earlier versions wrote without norms."""
-    rows = [row for row in _rows(results, results.study.named(pair.name)) if row.seed in pair.losses]
+    rows = [row for row in results.whole_runs(pair.name) if row.seed in pair.losses]
     found = {row.seed: signal_of(row, _SHARE) for row in rows if row.gradient_norm is not None}
     return {seed: one for seed, one in found.items() if one is not None}
 
@@ -157,11 +145,12 @@ def _phases(results: Results) -> list[str]:
     phased = _phased(results.study)
     if phased is None:
         return []
-    stacked = results.study.named(results.study.control)
-    rows = [{row.seed: row for row in _rows(results, one)} for one in (stacked, phased)]
-    both = [(rows[0][seed], rows[1][seed]) for seed in sorted(rows[0].keys() & rows[1].keys())]
-    names = [results.study.figure, *sorted(name for name in _names(both) if name.startswith(SOURCE))]
-    changes = {name: _changes(both, name) for name in names}
+    stacked = results.study.control
+    of_sources = {
+        name for row in results.whole_runs(stacked) for name in row.figures if name.startswith(SOURCE)
+    }
+    names = [results.study.figure, *sorted(of_sources)]
+    changes = {name: _changes(results, stacked, phased.name, name) for name in names}
     whole = changes[results.study.figure]
     if not whole:
         return []
@@ -181,10 +170,7 @@ def _phased(study: Study) -> Variant | None:
     return next((one for one in study.runs if "model.weights" in one.naming), None)
 
 
-def _names(both: Sequence[tuple[Row, Row]]) -> set[str]:
-    return {name for rows in both for row in rows for name in row.figures}
-
-
-def _changes(both: Sequence[tuple[Row, Row]], name: str) -> list[float]:
-    pairs = [(one.figures.get(name), other.figures.get(name)) for one, other in both]
-    return [after - before for before, after in pairs if before is not None and after is not None]
+def _changes(results: Results, before: str, after: str, figure: str) -> list[float]:
+    """A figure of one variant less that of another, seed by seed."""
+    old, new = (results.figure_by_seed(one, figure) for one in (before, after))
+    return [new[seed] - old[seed] for seed in shared_seeds([old, new])]
