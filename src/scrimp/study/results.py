@@ -105,6 +105,11 @@ def shared_seeds(figures: Iterable[Collection[int]]) -> list[int]:
     return sorted(set.intersection(*found)) if found else []
 
 
+def of_seeds(wins: int, count: int) -> str:
+    """On how many of so many seeds, in words."""
+    return f"{wins} of {count} {'seed' if count == 1 else 'seeds'}"
+
+
 def results_of(study: Study, rows: Mapping[Key, Row], looks: Looks | None = None) -> Results:
     """What the rows say so far.
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from scrimp.study.job import SOURCE
-from scrimp.study.results import shared_seeds
+from scrimp.study.results import of_seeds, shared_seeds
 
 if TYPE_CHECKING:
     from scrimp.study.results import Results
@@ -63,6 +63,6 @@ def _said(what: str, losses: dict[str, dict[int, float]]) -> Sequence[str]:
     )
     in_order = sum(losses["none"][seed] > losses["random"][seed] > losses[_RETRIEVED][seed] for seed in seeds)
     return (
-        f"{what}: {means} nats per token of an answer; retrieved below random below none on {in_order} of "
-        f"{len(seeds)} {'seed' if len(seeds) == 1 else 'seeds'}.",
+        f"{what}: {means} nats per token of an answer; retrieved below random below none on "
+        f"{of_seeds(in_order, len(seeds))}.",
     )

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Final
 
 from scrimp.study.early import Signal, early_scores, signal_of
 from scrimp.study.job import SOURCE
-from scrimp.study.results import shared_seeds
+from scrimp.study.results import of_seeds, shared_seeds
 from scrimp.tasks.curves import spearman
 
 if TYPE_CHECKING:
@@ -161,8 +161,7 @@ def _phases(results: Results) -> list[str]:
     )
     return [
         f"Two phases in the place of one mixture of the same samples change the loss by {statistics.fmean(whole):+.4f} "
-        f"({each}); lower on {sum(one < 0 for one in whole)} of {len(whole)} "
-        f"{'seed' if len(whole) == 1 else 'seeds'}."
+        f"({each}); lower on {of_seeds(sum(one < 0 for one in whole), len(whole))}."
     ]
 
 

@@ -36,6 +36,7 @@ from scrimp.gemm.problem import DTYPES
 from scrimp.models.model import build_model
 from scrimp.optim import memory_of
 from scrimp.report.units import format_bytes
+from scrimp.study.results import of_seeds
 
 if TYPE_CHECKING:
     from scrimp.study.results import Outcome, Results
@@ -157,12 +158,8 @@ def _lowest(found: Sequence[Best]) -> list[str]:
     wins = sum(a < b for a, b in zip(first.losses, second.losses, strict=True))
     return [
         f"The lowest loss is that of {METHODS[first.method]}, {second.loss - first.loss:.4f} below "
-        f"{METHODS[second.method]}; lower on {_of_seeds(wins, len(first.losses))}."
+        f"{METHODS[second.method]}; lower on {of_seeds(wins, len(first.losses))}."
     ]
-
-
-def _of_seeds(wins: int, seeds: int) -> str:
-    return f"{wins} of {seeds} seed{'s' * (seeds > 1)}"
 
 
 def _refactored(found: Sequence[Best]) -> list[str]:
@@ -175,5 +172,5 @@ def _refactored(found: Sequence[Best]) -> list[str]:
     mean, wins = statistics.fmean(gains), sum(gain > 0 for gain in gains)
     return [
         f"Refactorization and reset change the loss of low rank by {-mean:+.4f}; "
-        f"lower on {_of_seeds(wins, len(gains))}."
+        f"lower on {of_seeds(wins, len(gains))}."
     ]

@@ -26,7 +26,7 @@ import statistics
 from typing import TYPE_CHECKING, Final
 
 from scrimp.study.job import SOURCE
-from scrimp.study.results import shared_seeds
+from scrimp.study.results import of_seeds, shared_seeds
 
 if TYPE_CHECKING:
     from scrimp.study.results import Results
@@ -60,7 +60,7 @@ def _beside_plain(results: Results, name: str, words: str) -> str:
     )
     return (
         f"{words}: the mean of the sources' losses changes by {statistics.fmean(of_mean):+.4f}, "
-        f"lower on {sum(one < 0 for one in of_mean)} of {len(of_mean)} seed{'s' * (len(of_mean) > 1)} ({each})."
+        f"lower on {of_seeds(sum(one < 0 for one in of_mean), len(of_mean))} ({each})."
     )
 
 

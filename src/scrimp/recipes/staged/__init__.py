@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from scrimp.config.mixture import labels_of, mixed_sources
 from scrimp.study.job import SOURCE
-from scrimp.study.results import shared_seeds
+from scrimp.study.results import of_seeds, shared_seeds
 
 if TYPE_CHECKING:
     from scrimp.study.definition import Study
@@ -77,6 +77,5 @@ def _gain(staged: dict[int, float], other: dict[int, float], name: str) -> str:
     better = sum(gain > 0 for gain in gains)
     return (
         f"staged less {name}: {-statistics.fmean(gains):+.3f} ({-max(gains):+.3f} to {-min(gains):+.3f}), "
-        f"better in {better} of {len(gains)} "
-        f"{'seed' if len(gains) == 1 else 'seeds'}."
+        f"better in {of_seeds(better, len(gains))}."
     )
