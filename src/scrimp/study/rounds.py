@@ -147,10 +147,8 @@ def _mean_figures(
     found = {name: {seed: one[seed] for seed in study.seeds if seed in one} for name, one in found.items()}
     if not any(found.values()):  # a control that failed: the figures themselves
         found = {name: _figures_of(study, rows, name, step) for name in names}
-    keys = {name: [(name, seed, step) for seed in study.seeds] for name in names}
-    failed = {
-        name: sum(key not in rows or rows[key].error is not None for key in keys[name]) for name in names
-    }
+    ended = {key for key, row in rows.items() if row.error is None}
+    failed = {name: sum((name, seed, step) not in ended for seed in study.seeds) for name in names}
     return {
         name: (failed[name], statistics.fmean(one.values()) if one else math.inf)
         for name, one in found.items()
