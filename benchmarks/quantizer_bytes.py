@@ -25,7 +25,7 @@ def bytes_moved(function: str, rows: int, columns: int, input_bytes: int, **opti
 
     Args:
         input_bytes: bytes of one input element: 2 or 4.
-        options: by_row, by_column, stochastic, stochastic_column, transposed, where the launcher has them.
+        options: by_row, by_column, stochastic, stochastic_column, where the launcher has them.
     """
     return _FLOORS[function](rows, columns, input_bytes, **options)
 
@@ -69,9 +69,9 @@ def _along_axes(
     return numbers + SCALE_BYTES * scales + _hashes(rows, columns, streams)
 
 
-def _quantize_blocks(rows: int, columns: int, input_bytes: int, *, transposed: bool = False) -> int:
+def _quantize_blocks(rows: int, columns: int, input_bytes: int, *, by_row: bool, by_column: bool) -> int:
     scales = SCALE_BYTES * ceil(rows / TILE) * ceil(columns / TILE)
-    return rows * columns * (input_bytes + 1 + transposed) + scales
+    return rows * columns * (input_bytes + by_row + by_column) + scales
 
 
 def _tensor_amax(rows: int, columns: int, input_bytes: int) -> int:

@@ -75,6 +75,8 @@ def tile_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str
             "STOCHASTIC_COLUMN": stochastic,
             "BY_ROW": True,
             "BY_COLUMN": True,
+            "HADAMARD": False,
+            "HADAMARD_COLUMN": False,
             "LIMIT": FALLBACK_SUM,
         }
         warps = WARPS_STOCHASTIC if stochastic or "*u8" in types.values() else WARPS_NEAREST
@@ -83,10 +85,18 @@ def tile_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str
     falls_back = {name: value for name, value in constants.items() if name not in NO_REST}
     falls_back |= {"STOCHASTIC": False, "STOCHASTIC_COLUMN": False}
     cases.append((kernel, "int8 fallback", WARPS_STOCHASTIC, 3, falls_back, types))
-    integers = {"codes": "*i8", "transposed_codes": "*i8"}
+    for label, by_row, noisy in (("X", True, False), ("G", True, True), ("X, columns", False, False)):
+        rotated = {**constants, "BY_ROW": by_row, "HADAMARD": True, "HADAMARD_COLUMN": True}
+        rotated |= {"STOCHASTIC": noisy and by_row, "STOCHASTIC_COLUMN": noisy}
+        cases.append((kernel, f"int8 rotated {label}", WARPS_STOCHASTIC, 3, rotated, types))
+    kernel, integers = block_scaled.quantize_blocks_kernel, {"codes": "*i8", "transposed_codes": "*i8"}
     for label, element, types in (("e4m3", E4M3, {}), ("int8", INT8, integers)):
-        constants = {"TRANSPOSED": True, "BLOCK": 128, **element}
-        cases.append((block_scaled.quantize_blocks_kernel, label, WARPS_NEAREST, 3, constants, types))
+        constants = {"BY_ROW": True, "BY_COLUMN": True, "HADAMARD": False, "BLOCK": 128, **element}
+        cases.append((kernel, label, WARPS_NEAREST, 3, constants, types))
+    for by_row in (True, False):
+        rotated = {**constants, "BY_ROW": by_row, "BY_COLUMN": not by_row, "HADAMARD": True}
+        label = "int8 rotated rows" if by_row else "int8 rotated columns"
+        cases.append((kernel, label, WARPS_STOCHASTIC, 3, rotated, types))
     return cases
 
 

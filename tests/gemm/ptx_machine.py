@@ -377,10 +377,8 @@ def _convert(machine: Machine, it: Instruction) -> None:
 def _truncate(machine: Machine, it: Instruction) -> None:
     """From float32 to integers, towards zero and within their range; NaN becomes 0."""
     kind = TYPES[it.operation.removeprefix("cvt.rzi.")]
-    value, limits = (
-        np.nan_to_num(machine.read(it.operands[1], "f32"), posinf=np.inf, neginf=-np.inf),
-        np.iinfo(kind),
-    )
+    number = machine.read(it.operands[1], "f32").astype(np.float64)  # of which int32's range is exact
+    value, limits = np.nan_to_num(number, posinf=np.inf, neginf=-np.inf), np.iinfo(kind)
     machine.write(it, it.operands[0], np.trunc(value.clip(limits.min, limits.max)).astype(kind))
 
 
@@ -410,7 +408,7 @@ SPECIAL: dict[str, Callable[[Machine, Instruction], None]] = {
     **{f"cvt.{sign}{size}": _convert for sign in "su" for size in (8, 16, 32, 64)},
     **{f"cvt.rn.satfinite.{name}x2": _convert_to_float8 for name in ("e4m3", "e5m2")},
     "cvt.rn.f32": _convert,
-    "cvt.rzi.s16": _truncate,
+    **{f"cvt.rzi.s{size}": _truncate for size in (16, 32)},
     "ld.param": _load_parameter,
     "bar": _barrier,
     "bar.warp": _barrier,

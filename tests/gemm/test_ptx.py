@@ -105,12 +105,13 @@ def matrices(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     return [*found, spoilt(*shape, dtype)] if shape == ALIGNED else found
 
 
-@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("by_column", [True, False])
 @pytest.mark.parametrize(("shape", "dtype"), CASES)
 @pytest.mark.every(18)
-def test_blocks(on_ptx: PtxLauncher, shape: tuple[int, int], dtype: torch.dtype, transposed: bool) -> None:
+def test_blocks(on_ptx: PtxLauncher, shape: tuple[int, int], dtype: torch.dtype, by_column: bool) -> None:
     for x in matrices(shape, dtype):
-        blocks = quantize_blocks(x, "e4m3", transposed=transposed)
+        blocks = quantize_blocks(x, "e4m3", by_row=True, by_column=by_column)
+        assert blocks.codes is not None
         assert_same_codes(blocks.codes, blocks.scales, quantize(x, "e4m3", "block", -1))
         if blocks.transposed_codes is not None:
             expected = quantize(x, "e4m3", "block", -2)
@@ -151,6 +152,25 @@ def test_tiles_with_a_rest(
     assert bool(row.rest.blocks.bool().all() if everywhere else not row.rest.blocks.any())
 
 
+@pytest.mark.parametrize("shape", [ALIGNED, RAGGED])
+@pytest.mark.every(2)
+def test_rotated_tiles_of_both_axes_and_rotated_blocks(on_ptx: PtxLauncher, shape: tuple[int, int]) -> None:
+    x, noise = exact_under_rotation(*shape), Noise(11)
+    tiles = quantize_tiles(x, "int8", by_row=True, by_column=True, noise_column=noise, hadamard=(True, True))
+    by_row = quantize_blocks(x, "int8", by_row=True, hadamard=True)
+    by_column = quantize_blocks(x, "int8", by_column=True, hadamard=True)
+    for axis, found, codes, scales in (
+        (-1, tiles[0], by_row.codes, by_row.scales),
+        (-2, tiles[1], by_column.transposed_codes, by_column.scales.T.contiguous()),
+    ):
+        assert found is not None
+        assert codes is not None
+        how = ("nearest", None) if axis == -1 else ("stochastic", noise)
+        expected = quantize(x, "int8", "tile", axis, how[0], hadamard=True, noise=how[1])  # type: ignore[arg-type]
+        assert_same_codes(found.codes, found.scales, expected)
+        assert_same_codes(codes, scales, quantize(x, "int8", "block", axis, hadamard=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize(("shape", "dtype"), FEW_CASES)
@@ -181,7 +201,7 @@ def test_rows_and_whole_tensors(
 def test_codes_of_other_elements(on_ptx: PtxLauncher, element: str) -> None:
     x = matrix(*ALIGNED, torch.bfloat16)
     row, column = quantize_tiles(x, element, by_row=True, by_column=True)
-    blocks = quantize_blocks(x, element, transposed=True)
+    blocks = quantize_blocks(x, element, by_row=True, by_column=True)
     assert row is not None
     assert column is not None
     assert blocks.transposed_codes is not None
@@ -343,18 +363,21 @@ def test_every_barrier_of_the_blocks_is_needed(launching: Launchers) -> None:
         return ptx
 
     launching(count)
-    quantize_blocks(x, "e4m3", transposed=True)
+    quantize_blocks(x, "e4m3", by_row=True, by_column=True)
     assert len(barriers) >= 3
     for number in range(len(barriers)):
         launching(without(r"bar\.sync\s+0;", number))
         with pytest.raises(AssertionError, match="what another thread"):
-            quantize_blocks(x, "e4m3", transposed=True)
+            quantize_blocks(x, "e4m3", by_row=True, by_column=True)
 
 
 def test_a_store_of_exchanged_registers_gives_wrong_codes(launching: Launchers) -> None:
     x = matrix(*ALIGNED, torch.float32)
     launching(lambda ptx: re.sub(r"(st\.global\.v4\.b32 .*\{ )(%r\d+), (%r\d+)", r"\1\3, \2", ptx, count=1))
-    blocks, expected = quantize_blocks(x, "e4m3", transposed=True), quantize(x, "e4m3", "block", -1)
+    blocks, expected = (
+        quantize_blocks(x, "e4m3", by_row=True, by_column=True),
+        quantize(x, "e4m3", "block", -1),
+    )
     assert blocks.transposed_codes is not None
     assert_same_codes(blocks.transposed_codes, blocks.scales.T.contiguous(), quantize(x, "e4m3", "block", -2))
     with pytest.raises(AssertionError):
@@ -364,10 +387,10 @@ def test_a_store_of_exchanged_registers_gives_wrong_codes(launching: Launchers) 
 def test_a_store_left_out_is_seen(launching: Launchers) -> None:
     launching(without(r"@%p\d+ st\.global\.v4\.b32 .*;", 4))
     with pytest.raises(AssertionError, match="bytes are not written"):
-        quantize_blocks(matrix(*ALIGNED, torch.float32), "e4m3", transposed=True)
+        quantize_blocks(matrix(*ALIGNED, torch.float32), "e4m3", by_row=True, by_column=True)
 
 
 def test_a_store_without_its_guard_leaves_the_buffer(launching: Launchers) -> None:
     launching(without(r"@%p\d+ (?=st\.global\.v4\.b32)", 3))
     with pytest.raises(AccessError, match=r"st\.global"):
-        quantize_blocks(matrix(48, 128, torch.float32), "e4m3", transposed=True)
+        quantize_blocks(matrix(48, 128, torch.float32), "e4m3", by_row=True, by_column=True)

@@ -21,7 +21,7 @@ from scrimp.gemm.problem import AXES, COLUMNS, ROWS, Shape, Use, operands_of, sh
 from scrimp.precision import GEMMS, Operand
 
 BACKEND, REFERENCE = TritonBackend(), ReferenceBackend()
-TILED, GROUPED = ("fp8", "fp4", "int8", "int8_fallback"), ("mxfp8", "mxfp4", "nvfp4")
+TILED, GROUPED = ("fp8", "fp4", "int8", "int8_fallback", "int8_hadamard"), ("mxfp8", "mxfp4", "nvfp4")
 SIZES = (40, 144, 200)
 """Tokens, inputs, outputs: none a multiple of 128, and tokens of no 16."""
 WHERE = torch.device(DEVICE)

@@ -7,7 +7,15 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from triton_cases import DEVICE, assert_same_codes, assert_same_rest, matrix, outlying, spoilt
+from triton_cases import (
+    DEVICE,
+    assert_same_codes,
+    assert_same_rest,
+    exact_under_rotation,
+    matrix,
+    outlying,
+    spoilt,
+)
 
 from scrimp.errors import PlanError
 from scrimp.formats import Noise, quantize
@@ -83,7 +91,7 @@ def test_codes_of_four_bits_are_packed_as_they_are_kept(shape: tuple[int, int], 
 def test_nonfinite_groups_get_a_nan_scale_and_spoil_no_other_group(element: str, dtype: torch.dtype) -> None:
     x = spoilt(140, 200, dtype)
     row, column = quantize_tiles(x.to(DEVICE), element, by_row=True, by_column=True)
-    blocks = quantize_blocks(x.to(DEVICE), element, transposed=False)
+    blocks = quantize_blocks(x.to(DEVICE), element, by_row=True)
     assert row is not None
     assert column is not None
     expected = quantize(x, element, "tile", -1)
@@ -151,11 +159,45 @@ def test_small_whole_and_empty_matrices(shape: tuple[int, int]) -> None:
     assert column.scales.shape == (shape[1], 1)
 
 
+@pytest.mark.parametrize("hadamard", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.every(3)
+def test_rotated_tiles_are_padded_to_whole_groups(rounding: str, hadamard: tuple[bool, bool]) -> None:
+    x = exact_under_rotation(200, 140)
+    streams = (Noise(11, first_row=48), Noise(12, first_row=48)) if rounding == "stochastic" else (None, None)
+    found = quantize_tiles(
+        x.to(DEVICE),
+        "int8",
+        by_row=True,
+        by_column=True,
+        noise=streams[0],
+        noise_column=streams[1],
+        hadamard=hadamard,
+    )
+    for one, axis, rotated, noise in zip(found, (-1, -2), hadamard, streams, strict=True):
+        assert one is not None
+        expected = quantize(x, "int8", "tile", axis, rounding, hadamard=rotated, noise=noise)  # type: ignore[arg-type]
+        assert one.codes.shape[1] % 16 == 0 or not rotated
+        assert_same_codes(one.codes, one.scales, expected)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_rotated_blocks_are_those_of_one_axis(axis: int) -> None:
+    w = exact_under_rotation(200, 140)
+    with pytest.raises(PlanError, match="its own codes"):
+        quantize_blocks(w.to(DEVICE), "int8", by_row=True, by_column=True, hadamard=True)
+    blocks = quantize_blocks(w.to(DEVICE), "int8", by_row=axis == -1, by_column=axis == -2, hadamard=True)
+    codes = blocks.codes if axis == -1 else blocks.transposed_codes
+    assert codes is not None
+    scales = blocks.scales if axis == -1 else blocks.scales.T.contiguous()
+    assert_same_codes(codes, scales, quantize(w, "int8", "block", axis, hadamard=True))
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_blocks_and_their_transposed_copy_are_those_of_both_axes(element: str, dtype: torch.dtype) -> None:
     w = matrix(200, 130, dtype)
-    blocks = quantize_blocks(w.to(DEVICE), element, transposed=True)
+    blocks = quantize_blocks(w.to(DEVICE), element, by_row=True, by_column=True)
     assert blocks.transposed_codes is not None
     assert_same_codes(blocks.codes, blocks.scales, quantize(w, element, "block", -1))
     expected = quantize(w, element, "block", -2)
@@ -174,7 +216,7 @@ def test_wrong_tensors_and_choices_are_refused_by_name() -> None:
         with pytest.raises(PlanError, match=reason):
             quantize_tiles(wrong, "e4m3", by_row=True, by_column=False)
         with pytest.raises(PlanError, match=reason):
-            quantize_blocks(wrong, "e4m3", transposed=False)
+            quantize_blocks(wrong, "e4m3", by_row=True)
     with pytest.raises(PlanError, match="no such element"):
         quantize_tiles(x, "e3m4", by_row=True, by_column=False)
     with pytest.raises(PlanError, match="nothing to quantize"):

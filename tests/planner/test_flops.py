@@ -125,6 +125,7 @@ B200 = Peaks({"fp32": 1.0, "bf16": 16.0, "fp8": 32.0, "fp4": 64.0}, "B200")
         # Units for integers, where they are known.
         ("int8", 32, 16, 16),
         ("int8_fallback", 32, 16, 16),
+        ("int8_hadamard", 32, 16, 16),
         ("nvfp4", 16, 16, 64),
         ("mxfp4", 16, 16, 64),
     ],

@@ -73,9 +73,9 @@ def test_both_operands_of_a_gemm_are_rotated_or_none(name: str) -> None:
         assert entry.a.hadamard == entry.b.hadamard
 
 
-def test_only_wgrad_of_nvfp4_rotates() -> None:
+def test_wgrad_of_nvfp4_and_one_recipe_of_integers_rotate() -> None:
     rotated = [(name, gemm) for name in QUANTIZED for gemm, entry in operands_of(name) if entry.a.hadamard]
-    assert rotated == [("nvfp4", "wgrad")]
+    assert rotated == [*(("int8_hadamard", gemm) for gemm in GEMMS), ("nvfp4", "wgrad")]
 
 
 @EACH_RECIPE
@@ -87,14 +87,17 @@ def test_only_gradients_are_rounded_stochastically_and_in_four_bits_and_integers
 
 
 @EACH_RECIPE
-def test_weights_are_the_same_forward_and_backward_where_their_groups_are_square(name: str) -> None:
+def test_weights_are_the_same_forward_and_backward_where_square_groups_are_not_rotated(
+    name: str,
+) -> None:
     fprop, dgrad = RECIPES[name].fprop, RECIPES[name].dgrad
     assert fprop is not None
     assert dgrad is not None
     assert fprop.b == dgrad.b
     w = tensors()["w"]
     forward, backward = (fake_quantize(w, fprop.b, axis).dequantize() for axis in (-1, -2))
-    assert forward.equal(backward) == (fprop.b.scaling in ("tensor", "block", "nvfp4_2d"))
+    is_square = fprop.b.scaling in ("tensor", "block", "nvfp4_2d")
+    assert forward.equal(backward) == (is_square and not fprop.b.hadamard)
 
 
 def test_high_precision_recipes_quantize_nothing_and_keep_the_input() -> None:

@@ -219,7 +219,7 @@ def test_recipes_have_the_colour_of_their_width():
     }
     assert shown == {
         **{name: name for name in ("fp32", "bf16", "fp8", "fp4")},
-        **dict.fromkeys(("fp8_tensor", "fp8_row", "mxfp8", "int8", "int8_fallback"), "fp8"),
+        **dict.fromkeys(("fp8_tensor", "fp8_row", "mxfp8", "int8", "int8_fallback", "int8_hadamard"), "fp8"),
         **dict.fromkeys(("nvfp4", "mxfp4"), "fp4"),
     }
     assert "fmt other" in str(formats(dict.fromkeys(GEMMS, "int4")))

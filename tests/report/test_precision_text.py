@@ -54,7 +54,7 @@ def test_every_letter_is_the_format_of_its_gemm(blocks):
 
 
 def test_every_recipe_is_in_the_legend_with_its_letter():
-    text = shown({f"l.{n}.x": (name,) * 3 for n, name in enumerate(RECIPES)}, width=200)
+    text = shown({f"l.{n}.x": (name,) * 3 for n, name in enumerate(RECIPES)}, width=240)
     for name, letter in LETTERS.items():
         assert f"{letter}  {name} {100 / len(RECIPES):.1f}%" in text
 

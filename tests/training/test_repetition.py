@@ -54,7 +54,8 @@ def test_nothing_is_promised_of_what_is_not_known() -> None:
     assert text_on(decided(precision="fp32"), load_hardware("h100")) == unknown
 
 
-@pytest.mark.parametrize("recipe", ["int8", pytest.param("int8_fallback", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["int8", "int8_fallback", "int8_hadamard"])
+@pytest.mark.every(3)
 def test_a_format_without_a_rate_is_planned_on_a_card_all_the_same(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

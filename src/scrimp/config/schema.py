@@ -470,8 +470,8 @@ class Config:
     precision: str = "auto"
     """Number formats of the linear layers' GEMMs: auto (bf16 on CUDA, fp32 on CPU), a recipe, rules, or snip:
     chosen per GEMM from measurements, under a budget, while training.
-    Recipes: fp32, bf16, fp8, fp8_tensor, fp8_row, mxfp8, int8, int8_fallback, fp4, nvfp4, mxfp4, or three of them as
-    fprop/dgrad/wgrad. Rules follow after commas, the last one wins: blocks.0.*=bf16 (layers by
+    Recipes: fp32, bf16, fp8, fp8_tensor, fp8_row, mxfp8, int8, int8_fallback, int8_hadamard, fp4, nvfp4, mxfp4, or
+    three of them as fprop/dgrad/wgrad. Rules follow after commas, the last one wins: blocks.0.*=bf16 (layers by
     pattern), *.wgrad=bf16 (one GEMM), head=fp8 (else it is not quantized), *.mlp.down.saved=bf16
     (what backward keeps of the input: a recipe or recompute). Example: fp8,*.wgrad=bf16,blocks.0.*=bf16"""
 

@@ -7,7 +7,7 @@ fp8_tensor, fp8_row, bf16       `Float8LinearConfig`: each GEMM on its own (a ca
 mxfp8; mxfp8/mxfp8/bf16         `MXFP8Linear`, scales by the floor rule of OCP MX, as Scrimp's [prototype]
 fp8                             `Float8BlockwiseLinearConfig`: 1x128 tiles, W 128x128, fp32 scales [prototype]
 nvfp4                           `NVFP4TrainingConfig` [prototype]
-int8, int8_fallback, fp4, mxfp4 nothing
+int8 and its kin, fp4, mxfp4    nothing
 ==============================  ==========================================================================
 
 Exact    fp8_row is not torchao's recipe "rowwise", which rounds scales to powers of two: it is the same

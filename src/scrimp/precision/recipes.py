@@ -23,6 +23,8 @@ Sources    fp8: DeepSeek-V3 (arXiv 2412.19437). fp8_tensor, fp8_row: torchao's f
            for all tensors and rounds gradients stochastically; here groups are those of fp8. Of integers numbers below
            amax / 254 of a group round to 0, a bias that gradients would notice; E4M3 reaches 1,800 times lower.
            int8_fallback: arXiv 2503.08040, for X of fprop alone: what backward keeps stays one byte a number.
+           int8_hadamard: HALO (arXiv 2501.02625) rotates around int8 products with whole rows' transforms; here groups
+           of 16 along the summed axis, which no group of scales cuts.
 """
 
 from __future__ import annotations
@@ -138,6 +140,12 @@ def _int8_fallback() -> Recipe:
     return replace(int8, fprop=GemmRecipe(Operand("int8", "tile", fallback=True), _INT8_BLOCK))
 
 
+def _int8_hadamard() -> Recipe:
+    x, w, g = (replace(one, hadamard=True) for one in (_INT8_TILE, _INT8_BLOCK, _INT8_TILE_NOISY))
+    summary = "int8, both operands of each product rotated by 16x16 Hadamard matrices"
+    return _of_operands("int8_hadamard", 8, x, w, g, summary)
+
+
 def _nvfp4() -> Recipe:
     x, w = Operand("e2m1", "nvfp4"), Operand("e2m1", "nvfp4_2d")
     g = Operand("e2m1", "nvfp4", "stochastic")
@@ -186,6 +194,7 @@ RECIPES: dict[str, Recipe] = {
             "INT8, 1x128 tiles, W in 128x128 blocks, stochastic gradients (Jetfire's, in fp8's groups)",
         ),
         _int8_fallback(),
+        _int8_hadamard(),
         _of_operands(
             "fp4",
             4,

@@ -19,8 +19,13 @@ from scrimp.precision.recipes import RECIPES
 from scrimp.precision.rules import Rule
 
 AS_IT_IS = "bf16"
-STORABLE = tuple(name for name, one in RECIPES.items() if one.fprop is not None and not one.fprop.a.fallback)
-"""Recipes that quantize weights; one whose inputs fall back quantizes them as the one without."""
+STORABLE = tuple(
+    name
+    for name, one in RECIPES.items()
+    if one.fprop is not None and not (one.fprop.a.fallback or one.fprop.b.hadamard)
+)
+"""Recipes that quantize weights; one whose inputs fall back quantizes them as the one without, and what is rotated is
+not stored so: dgrad reads it rotated along the other axis."""
 _EXAMPLE = "nvfp4,*.down=fp8,blocks.0.*=bf16"
 
 

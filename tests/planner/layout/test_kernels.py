@@ -55,7 +55,7 @@ def test_no_product_is_faster_than_the_peak_or_the_memory(m: int, n: int, k: int
 @pytest.mark.parametrize("recipe", ["fp16", *RECIPES])
 def test_every_recipe_runs_somehow_on_every_device(name: str, recipe: str) -> None:
     device = load_device(name)
-    if recipe in ("int8", "int8_fallback"):
+    if recipe.startswith("int8"):
         with pytest.raises(PlanError, match=f"no rate of INT8 products is known for {name}"):
             Kernels(device).product(4096, 4096, 4096, recipe)
         peak, achieved = (

@@ -43,7 +43,7 @@ def seconds(passes):
 @given(
     program=st.sampled_from(("scrimp", "llmq", "torchtitan")),
     model=st.sampled_from(("qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-7b")),
-    precision=st.sampled_from([name for name in RECIPES if name not in ("fp32", "int8", "int8_fallback")]),
+    precision=st.sampled_from([name for name in RECIPES if name != "fp32" and not name.startswith("int8")]),
     recompute=st.sampled_from(("none", "selective", "full")),
     masters=st.booleans(),
     micro_batch=st.sampled_from((4, 64)),
@@ -91,12 +91,12 @@ def test_sums_of_gradients_are_those_of_eight_micro_batches(masters, precision, 
 
 
 def test_weights_that_are_quantized_once_move_their_bytes_once():
-    """fp8: three bytes a number of the weight for fprop, four for dgrad, in each of eight micro-batches."""
+    """fp8: three bytes a number of the weight for fprop, and for dgrad, in each of eight micro-batches."""
     apart, kept = (setting(precision="fp8", keeps_operands=keeps) for keeps in (False, True))
     moved = [{one.name: one.moved for one in passes_of(each)} for each in (apart, kept)]
     name = "operands in 8 or 4 bits"
     numbers = sum(linear.parameters for block in apart.model.blocks for linear in block.linears)
-    assert moved[0].pop(name) - moved[1].pop(name) == pytest.approx(7 * (3 + 4) * numbers, rel=1e-9)
+    assert moved[0].pop(name) - moved[1].pop(name) == pytest.approx(7 * (3 + 3) * numbers, rel=1e-9)
     assert moved[0] == moved[1]
 
 

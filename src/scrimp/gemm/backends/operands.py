@@ -91,16 +91,22 @@ def kernel_codes(x: Matrix, use: Use, form: Form = "codes") -> KernelCodes:
             raise PlanError(
                 "no kernel packs blocks of 4 bits", do="keep tiles, or use the reference back end"
             )
-        blocks = kernels.quantize_blocks(made(readable(x)), use.operand.element, transposed=use.axis == ROWS)
-        if use.axis == COLUMNS:
-            return KernelCodes(blocks.codes, blocks.scales)
-        assert blocks.transposed_codes is not None
-        return KernelCodes(blocks.transposed_codes, blocks.scales.t())
+        return _in_blocks(readable(x), use, use.operand)
     by_row, by_column = (use, None) if use.axis == COLUMNS else (None, use)
     row, column = _quantized(x, by_row, by_column, (form, form))
     found = row or column
     assert found is not None
     return found
+
+
+def _in_blocks(x: Matrix, use: Use, operand: Operand) -> KernelCodes:
+    by_row = use.axis == COLUMNS
+    blocks = kernels.quantize_blocks(
+        made(x), operand.element, by_row=by_row, by_column=not by_row, hadamard=operand.hadamard
+    )
+    codes = blocks.codes if by_row else blocks.transposed_codes
+    assert codes is not None
+    return KernelCodes(codes, blocks.scales if by_row else blocks.scales.t())
 
 
 def is_kernel_pair(first: Use, second: Use) -> bool:
@@ -138,6 +144,8 @@ def _quantized(
     is_packed = use.operand.element == "e2m1" and "kept" in forms
     options: dict[str, Any] = {"packed": tuple(form == "kept" for form in forms)} if is_packed else {}
     options |= {"fallback": True} if use.operand.fallback else {}
+    if use.operand.scaling == "tile":
+        options["hadamard"] = _is_rotated(by_row), _is_rotated(by_column)
     if (room := _room(by_column, forms[1])) is not None:
         options["room"] = room
     row, column = quantize(
@@ -196,6 +204,10 @@ def from_stored(codes: QuantizedTensor) -> KernelCodes:
     if codes.operand.element == "e2m1":
         payload = kernels.widen_codes(payload, codes.shape[codes.axis])
     return KernelCodes(payload, codes.scales)
+
+
+def _is_rotated(use: Use | None) -> bool:
+    return use is not None and use.operand is not None and use.operand.hadamard
 
 
 def _noise(use: Use) -> Noise | None:

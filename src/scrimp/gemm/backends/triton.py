@@ -4,7 +4,8 @@ fp8, fp4             One kernel quantizes a tensor, both ways where backward nee
                      codes and applies the scales at every 128 of K. E2M1 values travel as E4M3 codes: the
                      numbers are FP4's, the speed is FP8's.
 int8                 The same kernels, on tensor cores for integers, which GPUs have from Turing on. For int8_fallback
-                     the quantizer makes second codes of X beside the first, and the product reads those that there are.
+                     the quantizer makes second codes of X beside the first, and the product reads those that there are;
+                     for int8_hadamard it rotates what it quantizes.
 mxfp8, mxfp4, nvfp4  Code times scale is exact in bf16: quantized and dequantized in one pass over memory, then a bf16
                      product with fp32 sums; NVFP4's scales of whole tensors multiply the result.
 Stored codes         are those of `scrimp.formats.quantize`, bit for bit, E2M1 packed, from the pass that makes fprop's
@@ -78,7 +79,7 @@ class TritonBackend(Backend):
 
     def emulates(self, recipe: str) -> bool:
         """All but fp8 and integers: E2M1 on FP8 units, MX and NVFP4 on bf16 units."""
-        return recipe not in ("fp8", "int8", "int8_fallback")
+        return recipe not in ("fp8", "int8", "int8_fallback", "int8_hadamard")
 
     def tuning_bytes(self, gemm: str, recipe: str, shape: Shape, out: torch.dtype) -> int:
         """Bytes for products of tiles, whose kernel has shapes to choose from; 0 for all others."""
@@ -247,8 +248,6 @@ def _operand_refusal(operand: Operand | None, axis: int) -> str | None:
         return "four-over-six has no kernel"
     if operand.fallback and axis != COLUMNS:
         return "no kernel makes second codes along rows"
-    if operand.hadamard and operand.scaling in TILES:
-        return "no kernel rotates tiles"
     if operand.scaling == "block" and operand.rounding == "stochastic":
         return "no kernel rounds blocks stochastically"
     return None

@@ -77,8 +77,8 @@ class ColumnTiles:
 class WeightBlocks:
     """A matrix [R, C] in blocks of 128 x 128."""
 
-    codes: Tensor
-    """float8 or int8 [R, C]."""
+    codes: Tensor | None
+    """float8 or int8 [R, C]; None where they were not asked for."""
     scales: Tensor
     """float32 [ceil(R / 128), ceil(C / 128)]."""
     transposed_codes: Tensor | None

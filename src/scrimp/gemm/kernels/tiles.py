@@ -9,6 +9,8 @@ Method   A program takes one block of 128 x 128. Its 128 rows are 128 tiles alon
 
              s = amax / qmax,   q = round(x / s)         (arithmetic.py)
 
+Hadamard Groups of 16 along the axis of the tiles are rotated first (`maxima.load_rotated`); codes are padded to 16.
+         Along the rows a program then reads its block with strides exchanged.
 Fallback Of int8 row tiles with outliers what rounding left is rounded again, by scales of its own
          (`formats.fallback`): second codes and scales, and for each block whether one of its tiles has any. Where none
          has, second codes are not written, and nothing may read them.
@@ -26,6 +28,7 @@ import triton
 import triton.language as tl
 
 from scrimp.errors import PlanError
+from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.noise import Noise
 from scrimp.formats.quantized import QuantizedTensor
 from scrimp.gemm.deferred import Matrix
@@ -58,6 +61,7 @@ from scrimp.gemm.kernels.launch import (
     run,
     source_of,
 )
+from scrimp.gemm.kernels.maxima import load_rotated, rotation_for
 from scrimp.precision.recipes import FALLBACK_SUM
 
 
@@ -130,6 +134,7 @@ def store_rest(
 def quantize_tiles_kernel(
     x,
     halves,
+    rotation,
     row_codes,
     row_scales,
     column_codes,
@@ -147,6 +152,8 @@ def quantize_tiles_kernel(
     BY_COLUMN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     STOCHASTIC_COLUMN: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    HADAMARD_COLUMN: tl.constexpr,
     LIMIT: tl.constexpr,
     GATE: tl.constexpr,
     ELEMENT: tl.constexpr,
@@ -155,10 +162,13 @@ def quantize_tiles_kernel(
     """One block of BLOCK x BLOCK a program; tiles along the rows fall back where there is room for a rest."""
     block_row, block_column, rows, columns = block_of_program(num_columns, BLOCK, BLOCK)
     if BY_ROW:
-        block = load_source(x, halves, rows, columns, num_rows, num_columns, 1, GATE)
+        block = load_rotated(
+            x, halves, rotation, rows, columns, num_rows, num_columns, 1, HADAMARD, GATE, BLOCK
+        )
+        length = tl.cdiv(num_columns, 16) * 16 if HADAMARD else num_columns
         tiles, hashes = (row_codes, row_scales), (row_hashes, column_hashes)
         q, divisor = store_tiles(
-            block, rows, columns, num_rows, num_columns, block_column, tiles, hashes, 1, STOCHASTIC, ELEMENT
+            block, rows, columns, num_rows, length, block_column, tiles, hashes, 1, STOCHASTIC, ELEMENT
         )
         if rest_codes is not None:
             rest = (rest_codes, rest_scales, rest_blocks)
@@ -168,7 +178,14 @@ def quantize_tiles_kernel(
     if BY_COLUMN:
         # Again, from the first-level cache: held in registers through both halves, twice as many are needed. What a
         # gate makes takes longer than that.
-        if GATE is None or not BY_ROW:
+        AXIS: tl.constexpr = 1 if HADAMARD_COLUMN else 0
+        length = num_rows
+        if HADAMARD_COLUMN:
+            block = load_rotated(
+                x, halves, rotation, columns, rows, num_columns, num_rows, 0, True, GATE, BLOCK
+            )
+            length = tl.cdiv(num_rows, 16) * 16
+        elif GATE is None or HADAMARD or not BY_ROW:
             block = load_source(x, halves, rows, columns, num_rows, num_columns, 1, GATE)
         tiles, hashes = (column_codes, column_scales), (second_column_hashes, second_row_hashes)
         store_tiles(
@@ -176,11 +193,11 @@ def quantize_tiles_kernel(
             columns,
             rows,
             num_columns,
-            num_rows,
+            length,
             block_row,
             tiles,
             hashes,
-            0,
+            AXIS,
             STOCHASTIC_COLUMN,
             ELEMENT,
         )
@@ -195,6 +212,7 @@ def quantize_tiles(
     noise: Noise | None = None,
     noise_column: Noise | None = None,
     packed: tuple[bool, bool] = (False, False),
+    hadamard: tuple[bool, bool] = (False, False),
     fallback: bool = False,
     room: QuantizedTensor | None = None,
 ) -> tuple[RowTiles | None, ColumnTiles | None]:
@@ -208,6 +226,7 @@ def quantize_tiles(
         noise: rounds the row tiles stochastically; unset: to nearest.
         noise_column: the same for the column tiles.
         packed: of rows and columns, codes of e2m1 two to a byte, as they are kept.
+        hadamard: of rows and columns, each 16 numbers along the tiles are rotated first, and codes padded to 16.
         fallback: row tiles of int8 that are rounded to nearest have a rest.
         room: where the column tiles are written, as they are kept; unset: to new tensors.
 
@@ -221,34 +240,41 @@ def quantize_tiles(
     check_devices(x=first)
     _check(element, any(packed), fallback, by_row and noise is None)
     num_rows, num_columns = x.shape
+    across, along = (  # how long the rows of either result are
+        size + -size % HADAMARD_SIZE if rotated else size
+        for size, rotated in zip((num_columns, num_rows), hadamard, strict=True)
+    )
     rest = empty_rest(num_rows, num_columns, element, x.device) if fallback else None
-    row = empty_tiles(num_rows, num_columns, element, x.device, packed[0]) if by_row else None
+    row = empty_tiles(num_rows, across, element, x.device, packed[0]) if by_row else None
     column = None
     if by_column:
         tiles = (room.payload, room.scales) if room is not None else None
-        column = tiles or empty_tiles(num_columns, num_rows, element, x.device, packed[1])
+        column = tiles or empty_tiles(num_columns, along, element, x.device, packed[1])
     if x.numel():
         run(
             quantize_tiles_kernel,
             (cdiv(num_rows, TILE) * cdiv(num_columns, TILE),),
             first,
             halves,
+            rotation_for(first, any(hadamard)),
             *(row or (first, first)),
             *(column or (first, first)),
             *((None, None, None) if rest is None else (rest.codes, rest.scales, rest.blocks)),
-            *address_hashes(noise, noise_column, num_rows, num_columns, first),
+            *address_hashes(noise, noise_column, along, across, first),
             num_rows,
             num_columns,
             BY_ROW=by_row,
             BY_COLUMN=by_column,
             STOCHASTIC=noise is not None,
             STOCHASTIC_COLUMN=noise_column is not None,
+            HADAMARD=hadamard[0],
+            HADAMARD_COLUMN=hadamard[1],
             LIMIT=FALLBACK_SUM,
             GATE=gate,
             ELEMENT=element_constants(checked_element(element)),
             BLOCK=TILE,
             num_warps=WARPS_STOCHASTIC
-            if noise or noise_column or any(packed) or fallback or gate
+            if noise or noise_column or any(packed) or any(hadamard) or fallback or gate
             else WARPS_NEAREST,
         )
     return RowTiles(*row, rest) if row else None, ColumnTiles(*column) if column else None

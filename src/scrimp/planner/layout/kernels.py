@@ -36,6 +36,7 @@ KINDS: dict[str, Kind] = {
     "fp8_tensor": "fp8",
     "fp8_row": "fp8",
     "int8_fallback": "int8",
+    "int8_hadamard": "int8",
     "fp4": "fp8_block",
     "mxfp4": "nvfp4",
 }
