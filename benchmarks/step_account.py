@@ -49,7 +49,7 @@ from scrimp.planner.layout.setting import Setting
 from scrimp.planner.layout.software import OWN, Software, in_states, software, with_attention
 from scrimp.planner.layout.stage_memory import peak_bytes
 from scrimp.planner.layout.state_formats import StateFormats
-from scrimp.planner.layout.step_account import LOSS_BYTES, Above, above_floor, floor_of, passes_of
+from scrimp.planner.layout.step_account import LOSS_BYTES, Above, StepPass, above_floor, floor_of, passes_of
 from scrimp.precision import GEMMS, HEAD
 from scrimp.profiler.counted_step import KernelCounter, count_block
 
@@ -111,6 +111,17 @@ class Row:
     """Ours over LLMQ, and today over torchao: the ratio, and the least and most with a constant moved."""
 
 
+@dataclass(frozen=True)
+class Account:
+    """The passes of one setting."""
+
+    ours: list[Above]
+    launches: dict[str, float]
+    """Of ours today, by pass."""
+    theirs: dict[str, dict[str, StepPass]]
+    """The other programs' passes, by program and pass."""
+
+
 def main() -> None:
     """Count, print, write."""
     parser = argparse.ArgumentParser(
@@ -133,16 +144,13 @@ def main() -> None:
     cluster = load_hardware(options.hardware)
     rows = [row_of(case, cluster) for case in cases]
     shown = [case for case in cases if case[0] == cases[-1][0] and WITH_HEAD not in case[1]]
-    accounts = {case: above_floor(setting_of(case, today(), cluster)) for case in shown}
-    launches = {case: launches_of(case, cluster) for case in shown}
-    text = page(rows, accounts, launches, before, options.hardware)
+    accounts = {case: account_of(case, cluster) for case in shown}
+    text = page(rows, accounts, before, options.hardware)
     record = {
         "environment": before,
         "hardware": options.hardware,
         "rows": [asdict(row) for row in rows],
-        "accounts": {
-            " ".join(map(str, case)): [asdict(one) for one in found] for case, found in accounts.items()
-        },
+        "accounts": {" ".join(map(str, case)): asdict(found) for case, found in accounts.items()},
     }
     path = write_pair(options.out, f"{options.date}-step-account-{options.hardware}", record, text)
     Console().print(text, f"written: {path}", markup=False)
@@ -176,17 +184,34 @@ def setting_of(case: Case, program: Software, cluster: Cluster) -> Setting:
     return dataclasses.replace(found, keeps_operands=taken <= found.memory_bytes)
 
 
+def rivals() -> dict[str, Software]:
+    """The other programs."""
+    return {LLMQ: software("llmq"), TORCHAO: software("torchtitan-2025")}
+
+
+def of_rivals(case: Case) -> Case:
+    """What they run in the place of a case of ours: one scale a tensor in all of their 8 bits."""
+    return case if case[1] == "bf16" else (case[0], "fp8_tensor", *case[2:])
+
+
+def account_of(case: Case, cluster: Cluster) -> Account:
+    """All passes of a setting, of ours and of theirs."""
+    found = {
+        name: {one.name: one for one in passes_of(setting_of(of_rivals(case), program, cluster))}
+        for name, program in rivals().items()
+    }
+    return Account(above_floor(setting_of(case, today(), cluster)), launches_of(case, cluster), found)
+
+
 def row_of(case: Case, cluster: Cluster) -> Row:
     """All programs on one setting, and how sure their ratios are."""
     ours = dict.fromkeys(SHOWN, today())
     ours[ANY_ORDER] = with_attention(today(), deterministic=False, documents=False)
-    theirs = {LLMQ: software("llmq"), TORCHAO: software("torchtitan-2025")}
-
-    its_own = case if case[1] == "bf16" else (case[0], "fp8_tensor", *case[2:])
+    theirs = rivals()
 
     def seconds(name: str, program: Software, card: Cluster) -> float:
         passes = floor_of if name == "floor" else passes_of
-        asked = its_own if name in theirs else case
+        asked = of_rivals(case) if name in theirs else case
         return sum(one.seconds for one in passes(setting_of(asked, program, card)))
 
     taken = {name: seconds(name, program, cluster) for name, program in (ours | theirs).items()}
@@ -279,8 +304,7 @@ def counted_launches() -> tuple[int, int]:
 
 def page(
     rows: list[Row],
-    accounts: dict[Case, list[Above]],
-    launches: dict[Case, dict[str, float]],
+    accounts: dict[Case, Account],
     environment: dict[str, Any],
     hardware: str,
 ) -> str:
@@ -301,12 +325,12 @@ def page(
     ]
     for case, found in accounts.items():
         model, precision, micro_batch, recompute = case
-        step = sum(one.taken.seconds for one in found)
+        step = sum(one.taken.seconds for one in found.ours)
         text += [
             "",
             f"{model} in {precision}, micro-batches of {micro_batch}, made again: {recompute}; today {step:.2f} s:",
             "",
-            *pass_table(found, launches[case], step),
+            *pass_table(found, step),
         ]
     return "\n".join([*text, ""])
 
@@ -329,24 +353,49 @@ def ratio_table(rows: list[Row]) -> list[str]:
     return markdown_table(heads, cells)
 
 
-def pass_table(found: list[Above], launches: dict[str, float], step: float) -> list[str]:
+def pass_table(account: Account, step: float) -> list[str]:
     """The passes of a step of so many seconds."""
-    heads = ("pass", "launches", "GB", "floor, GB", "TFLOP", "s", "floor, s", "above, s", "of the step")
-    cells = [
-        (
-            one.taken.name,
-            f"{launches.get(one.taken.name, 0):,.0f}",
-            f"{one.taken.moved / 1e9:,.0f}",
-            f"{one.floor.moved / 1e9:,.0f}",
-            f"{one.taken.flops / 1e12:,.0f}",
-            f"{one.taken.seconds:.2f}",
-            f"{one.floor.seconds:.2f}",
-            f"{one.seconds:+.2f}",
-            f"{one.seconds / step:+.1%}",
+    own = ("pass", "launches", "GB", "floor, GB", "TFLOP", "s", "floor, s", "above, s", "of the step")
+    heads = (*own, *(f"{name}, {unit}" for name in account.theirs for unit in ("GB", "s")))
+    passes = dict.fromkeys(
+        [one.taken.name for one in account.ours]
+        + [name for found in account.theirs.values() for name in found]
+    )
+    ours = {one.taken.name: one for one in account.ours}
+    cells = []
+    for name in passes:
+        one = ours.get(name, Above(StepPass(name), StepPass(name)))
+        cells.append(
+            (name, *_own_cells(one, account.launches.get(name, 0), step), *_their_cells(account, [name]))
         )
-        for one in found
-    ]
+    whole = Above(
+        sum((one.taken for one in account.ours), StepPass("all")),
+        sum((one.floor for one in account.ours), StepPass("all")),
+    )
+    launches = sum(account.launches.get(name, 0) for name in passes)
+    cells.append(("all", *_own_cells(whole, launches, step), *_their_cells(account, list(passes))))
     return markdown_table(heads, cells)
+
+
+def _own_cells(one: Above, launches: float, step: float) -> list[str]:
+    return [
+        f"{launches:,.0f}",
+        f"{one.taken.moved / 1e9:,.0f}",
+        f"{one.floor.moved / 1e9:,.0f}",
+        f"{one.taken.flops / 1e12:,.0f}",
+        f"{one.taken.seconds:.2f}",
+        f"{one.floor.seconds:.2f}",
+        f"{one.seconds:+.2f}",
+        f"{one.seconds / step:+.1%}",
+    ]
+
+
+def _their_cells(account: Account, names: list[str]) -> Iterator[str]:
+    """Bytes and seconds of each other program's passes of these names, together."""
+    for passes in account.theirs.values():
+        found = [passes[name] for name in names if name in passes]
+        yield f"{sum(one.moved for one in found) / 1e9:,.0f}"
+        yield f"{sum(one.seconds for one in found):.2f}"
 
 
 if __name__ == "__main__":
