@@ -129,8 +129,9 @@ def test_layers_that_are_left_out_change_nothing_of_the_others() -> None:
     one, other = part.batches[0], whole.batches[0]
     for name in ("x", "w", "y", "g", "gx", "gw", "errors", "results", "curvature"):
         assert np.array_equal(getattr(one, name), getattr(other, name)[1:3]), name
-    for name in ("forward", "backward"):
-        assert np.array_equal(getattr(one, name), getattr(other, name)[..., 1:3]), name
+    assert np.array_equal(one.backward, other.backward[..., 1:3])
+    # Rates of the updates are of the layers that are measured.
+    assert np.array_equal(one.forward[:, 0], other.forward[:, 0, :, 1:3])
 
 
 @pytest.mark.slow
@@ -179,7 +180,7 @@ def test_without_noise_a_pass_changes_nothing(
         return moved[-1]
 
     monkeypatch.setattr(module._Measurement, "_disturbed", disturbed)
-    made.collect(500, FORMATS, gains=gains, noise=0.0)
+    made.collect(500, ("bf16",), gains=gains, noise=0.0)
     assert len(moved) > 5
     assert all((one == 0).all() for one in moved)
 

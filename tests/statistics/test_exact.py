@@ -89,7 +89,7 @@ class ByHand:
 
 
 def statistics(made: Bench) -> tuple[PrecisionProfile, BatchStatistics]:
-    profile = made.collect(500, ("fp4",), gains="exact", seed=SEED, noise=SHARE)
+    profile = made.collect(500, ("fp32",), gains="exact", seed=SEED, noise=SHARE)
     return profile, profile.batches[0]
 
 
@@ -202,7 +202,8 @@ def test_reentrant_checkpoints_give_the_same_gains_too() -> None:
 def test_the_size_of_the_noise_hardly_matters() -> None:
     made = bench(decoder(), steps=20)
     small, large = (
-        made.collect(500, ("fp4",), gains="exact", seed=SEED, noise=noise).batches[0] for noise in (0.01, 0.1)
+        made.collect(500, ("fp32",), gains="exact", seed=SEED, noise=noise).batches[0]
+        for noise in (0.01, 0.1)
     )
     # Gradients are nearly linear in it; updates are not where AdamW has hardly any history.
     for one, other in (

@@ -4,6 +4,7 @@
 
     clean      in the compute type: norms, errors of every candidate format, gradients, the stream at its nodes
     noise      passes for the gains (six by default, see `gains`), differences to the clean run
+    real       a pass for each kind of layer, some of which run in the lowest format (`calibration`)
     update     sensitivity of each weight's update, from the optimizer's state before the step
 
 and everything is put back (`untouched`): a run that is measured goes on as if it had not been.
@@ -21,6 +22,7 @@ Checked           tests/statistics/test_collect.py, test_untouched.py; against r
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
@@ -34,9 +36,11 @@ from torch import Tensor, nn
 
 from scrimp.errors import ModelError, PlanError, TrainingError
 from scrimp.gemm import Execution, PlannedModel, is_transposed, observing
+from scrimp.planner.precision.divergence import lowest_format
 from scrimp.planner.precision.profile import BatchStatistics, PrecisionProfile
 from scrimp.precision import GEMMS, LinearPrecision, recipe
 from scrimp.statistics.branches import BranchTape, Isolated
+from scrimp.statistics.calibration import calibrated, kinds_of
 from scrimp.statistics.exact import Sites, exact_gains, watching_sites
 from scrimp.statistics.gains import CleanRun, Gains, Passes, by_blocks, by_ratios, of_layers, places
 from scrimp.statistics.inventory import Inventory
@@ -286,7 +290,7 @@ class _Measurement:
         self.subject.optimizer.zero_grad()
         if measures_gains or self.last_gains is None:
             self._refuse_idle(watch)
-            self.last_gains = self._gains(batch, watch, seed)
+            self.last_gains = self._calibrated(self._gains(batch, watch, seed), batch, watch)
         self.clean = {}
         return self._statistics(loss, watch, self.last_gains, moves, sizes)
 
@@ -384,6 +388,33 @@ class _Measurement:
             {number: math.sqrt(value) for number, value in branches.added_squares.items()},
         )
         return of_layers(nodes, structure, where, self.layers, self.owned, clean, tape)
+
+    def _calibrated(self, gains: Gains, batch: Any, watch: NormWatch) -> Gains:
+        """The same, by what the lowest format really does."""
+        low = lowest_format(self.formats)
+        if low is None:
+            return gains
+        squares = [
+            [watch.results.get((layer, GEMMS[0], low, operand), 0.0) for operand in (0, 1)]
+            for layer in self.layers
+        ]
+
+        def run(members: list[int]) -> Array:
+            return self._disturbed(batch, self._running(low, [self.layers[index] for index in members]))
+
+        kinds = kinds_of(self.layers, None if self.stream is None else self.stream.structure)
+        return calibrated(gains, np.sqrt(squares), kinds, run)
+
+    @contextlib.contextmanager
+    def _running(self, low: str, layers: Sequence[str]) -> Iterator[None]:
+        """fprop of these layers in a format."""
+        planned, compute = self.subject.planned, LinearPrecision.of(self.subject.compute)
+        here = [layer for layer in layers if layer in planned.layers]
+        planned.replan({layer: dataclasses.replace(compute, fprop=low) for layer in here})
+        try:
+            yield
+        finally:
+            planned.replan(dict.fromkeys(here, compute))
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:

@@ -43,6 +43,7 @@ Shapes: L layers, P formats, K watched weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +51,7 @@ from numpy.typing import NDArray
 
 from scrimp.errors import PlanError
 from scrimp.planner.precision.profile import BatchStatistics, PrecisionProfile
-from scrimp.precision import GEMMS, OPERANDS, recipe
+from scrimp.precision import GEMMS, HIGH_PRECISION, OPERANDS, recipe
 
 Array = NDArray[np.float64]
 FPROP, DGRAD, WGRAD = range(len(GEMMS))
@@ -166,14 +167,20 @@ def reference_format(formats: tuple[str, ...]) -> int:
     Raises:
         PlanError: no candidate quantizes anything.
     """
-    bits = [recipe(name).bits for name in formats]
-    if min(bits) >= 16:
+    low = lowest_format(formats)
+    if low is None:
         raise PlanError(
             "no candidate format quantizes anything",
             got=", ".join(formats),
             expected="at least one of 4 or 8 bits, such as nvfp4 or fp8",
         )
-    return bits.index(min(bits))
+    return formats.index(low)
+
+
+def lowest_format(formats: Sequence[str]) -> str | None:
+    """The candidate of fewest bits, the first of equals; None: nothing quantizes."""
+    low = min(formats, key=lambda name: recipe(name).bits)
+    return None if low in HIGH_PRECISION else low
 
 
 def gemm_costs(profile: PrecisionProfile, found: Divergence, weights: Weights | None = None) -> Array:
