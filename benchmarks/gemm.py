@@ -327,7 +327,7 @@ def _kernel_bytes(operand: Operand, rows: int, k: int, axis: int, form: Form) ->
     by_row, is_stochastic = axis == COLUMNS, operand.rounding == "stochastic"
     sizes = (rows, k, _BF16_BYTES) if by_row else (k, rows, _BF16_BYTES)
     if operand.scaling == "block":
-        return bytes_moved("quantize_blocks", *sizes, by_row=by_row, by_column=not by_row)
+        return bytes_moved("quantize_blocks", *sizes)
     if operand.scaling in GROUPS:
         one = GroupsOf(operand, form)
         return groups_moved(*sizes, *((one, None) if by_row else (None, one)))
@@ -450,8 +450,8 @@ def quantizers(matrices: dict[str, Tensor]) -> dict[str, tuple[int, Work]]:
         "rows both ways": of("quantize_rows", g, "e4m3", options=both, **both),
         "tensor by row": of("quantize_tensor", w, "e4m3", options=row, **row),
         "tensor both ways": of("quantize_tensor", g, "e5m2", options=both, **both),
-        "blocks": of("quantize_blocks", w, "e4m3", options=row, **row),
-        "blocks both ways": of("quantize_blocks", w, "e4m3", options=both, **both),
+        "blocks by row": of("quantize_blocks", w, "e4m3", options={}),
+        "blocks by column": of("quantize_blocks", w, "e4m3", -2, options={}),
         "largest of a tensor": of("tensor_amax", x, options={}),
     }
 

@@ -69,9 +69,9 @@ def _along_axes(
     return numbers + SCALE_BYTES * scales + _hashes(rows, columns, streams)
 
 
-def _quantize_blocks(rows: int, columns: int, input_bytes: int, *, by_row: bool, by_column: bool) -> int:
+def _quantize_blocks(rows: int, columns: int, input_bytes: int) -> int:
     scales = SCALE_BYTES * ceil(rows / TILE) * ceil(columns / TILE)
-    return rows * columns * (input_bytes + by_row + by_column) + scales
+    return rows * columns * (input_bytes + 1) + scales
 
 
 def _tensor_amax(rows: int, columns: int, input_bytes: int) -> int:

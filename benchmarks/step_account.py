@@ -1,7 +1,7 @@
 """What each pass of a step takes above its floor, and Scrimp's step beside LLMQ's in the same model of time.
 
 Question  Which passes would kernels of our own shorten, by how much, and how good can they become? How does the step
-          stand beside that of LLMQ, the fastest published one on cards of this size?
+          stand beside that of LLMQ, the fastest published one on cards of this size, and beside torchao's?
 Method    `scrimp.planner.layout.step_account`: bytes, FLOPs and seconds of every pass, and those of ideal regions.
           Of Scrimp as it runs (`softwares/scrimp.toml`: bytes counted from its code), of LLMQ (`llmq.toml`: read in its
           source), which has one scale a tensor in all of its 8 bits, and of torchao's Float8Linear in TorchTitan
@@ -117,7 +117,7 @@ class Account:
 
     ours: list[Above]
     launches: dict[str, float]
-    """Of ours today, by pass."""
+    """By pass; ours of today."""
     theirs: dict[str, dict[str, StepPass]]
     """The other programs' passes, by program and pass."""
 
@@ -189,7 +189,7 @@ def rivals() -> dict[str, Software]:
     return {LLMQ: software("llmq"), TORCHAO: software("torchtitan-2025")}
 
 
-def of_rivals(case: Case) -> Case:
+def rivals_case(case: Case) -> Case:
     """What they run in the place of a case of ours: one scale a tensor in all of their 8 bits."""
     return case if case[1] == "bf16" else (case[0], "fp8_tensor", *case[2:])
 
@@ -197,7 +197,7 @@ def of_rivals(case: Case) -> Case:
 def account_of(case: Case, cluster: Cluster) -> Account:
     """All passes of a setting, of ours and of theirs."""
     found = {
-        name: {one.name: one for one in passes_of(setting_of(of_rivals(case), program, cluster))}
+        name: {one.name: one for one in passes_of(setting_of(rivals_case(case), program, cluster))}
         for name, program in rivals().items()
     }
     return Account(above_floor(setting_of(case, today(), cluster)), launches_of(case, cluster), found)
@@ -211,7 +211,7 @@ def row_of(case: Case, cluster: Cluster) -> Row:
 
     def seconds(name: str, program: Software, card: Cluster) -> float:
         passes = floor_of if name == "floor" else passes_of
-        asked = of_rivals(case) if name in theirs else case
+        asked = rivals_case(case) if name in theirs else case
         return sum(one.seconds for one in passes(setting_of(asked, program, card)))
 
     taken = {name: seconds(name, program, cluster) for name, program in (ours | theirs).items()}
@@ -328,7 +328,8 @@ def page(
         step = sum(one.taken.seconds for one in found.ours)
         text += [
             "",
-            f"{model} in {precision}, micro-batches of {micro_batch}, made again: {recompute}; today {step:.2f} s:",
+            f"{model} in {precision} (the others in {rivals_case(case)[1]}), micro-batches of {micro_batch}, "
+            f"made again: {recompute}; today {step:.2f} s:",
             "",
             *pass_table(found, step),
         ]

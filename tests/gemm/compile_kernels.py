@@ -42,7 +42,7 @@ INT8 = {"ELEMENT": (127.0, 6, 6)}
 TYPES = {
     "x": "*bf16",
     **dict.fromkeys(("row_out", "column_out"), "*u8"),
-    **dict.fromkeys(("codes", "row_codes", "column_codes", "transposed_codes", "a", "b"), "*fp8e4nv"),
+    **dict.fromkeys(("codes", "row_codes", "column_codes", "a", "b"), "*fp8e4nv"),
     **dict.fromkeys(("scales", "row_scales", "column_scales", "a_scales", "b_scales"), "*fp32"),
     **dict.fromkeys(("rotation", "row_amax", "column_amax"), "*fp32"),
     **dict.fromkeys(("row_tensor_scale", "column_tensor_scale"), "*fp32"),
@@ -89,14 +89,13 @@ def tile_cases() -> list[tuple[Any, str, int, int, dict[str, Any], dict[str, str
         rotated = {**constants, "BY_ROW": by_row, "HADAMARD": True, "HADAMARD_COLUMN": True}
         rotated |= {"STOCHASTIC": noisy and by_row, "STOCHASTIC_COLUMN": noisy}
         cases.append((kernel, f"int8 rotated {label}", WARPS_STOCHASTIC, 3, rotated, types))
-    kernel, integers = block_scaled.quantize_blocks_kernel, {"codes": "*i8", "transposed_codes": "*i8"}
-    for label, element, types in (("e4m3", E4M3, {}), ("int8", INT8, integers)):
-        constants = {"BY_ROW": True, "BY_COLUMN": True, "HADAMARD": False, "BLOCK": 128, **element}
-        cases.append((kernel, label, WARPS_NEAREST, 3, constants, types))
-    for by_row in (True, False):
-        rotated = {**constants, "BY_ROW": by_row, "BY_COLUMN": not by_row, "HADAMARD": True}
-        label = "int8 rotated rows" if by_row else "int8 rotated columns"
-        cases.append((kernel, label, WARPS_STOCHASTIC, 3, rotated, types))
+    for label, element, types in (("e4m3", E4M3, {}), ("int8", INT8, {"codes": "*i8"})):
+        for axis, along in ((1, "rows"), (0, "columns")):
+            for rotated in (False, True) if label == "int8" else (False,):
+                constants = {"AXIS": axis, "HADAMARD": rotated, "BLOCK": 128, **element}
+                warps = WARPS_STOCHASTIC if rotated else WARPS_NEAREST
+                name = f"{label} {along}" + " rotated" * rotated
+                cases.append((block_scaled.quantize_blocks_kernel, name, warps, 3, constants, types))
     return cases
 
 

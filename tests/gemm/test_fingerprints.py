@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from planned_cases import QUANTIZED, linear, random, same
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from scrimp.errors import TrainingError
 from scrimp.formats import Noise, Operand, project, quantize
 from scrimp.formats.grouping import PIECE_ELEMENTS
-from scrimp.formats.hadamard import rotate
+from scrimp.formats.quantize import rotated_whole
 from scrimp.gemm import (
     Backend,
     Fingerprints,
@@ -198,8 +197,7 @@ class Skips(ReferenceBackend):
         if number not in self._operands:
             return super().prepare(x, use)
         if use.operand is not None and use.operand.hadamard:  # the other operand is rotated
-            padded = F.pad(x.float(), (0, 0, 0, -len(x) % 16))
-            x, use = rotate(padded, -2).to(x.dtype), dataclasses.replace(use, axis=-2)
+            x = rotated_whole(x, use.axis).to(x.dtype)
         return super().prepare(x, dataclasses.replace(use, operand=None))
 
     def prepare_and_store(self, x: Tensor, use: Use, saved: Use) -> tuple[Any, Any]:
@@ -231,7 +229,7 @@ def test_one_layer_that_skips_its_quantizers_is_found(recipe: str, gemm: str, dt
 
 @pytest.mark.parametrize("operand", [0, 1])
 @pytest.mark.parametrize("gemm", GEMMS)
-@pytest.mark.parametrize("recipe", ["fp8", "fp8_tensor", "mxfp8", "fp4", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_tensor", "mxfp8", "fp4", "nvfp4", "int8_hadamard"])
 @pytest.mark.every(7)
 def test_one_operand_that_stays_bf16_is_found_and_named(recipe: str, gemm: str, operand: int) -> None:
     layers, plan = planned(same(recipe, "bf16"))

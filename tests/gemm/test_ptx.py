@@ -105,17 +105,13 @@ def matrices(shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
     return [*found, spoilt(*shape, dtype)] if shape == ALIGNED else found
 
 
-@pytest.mark.parametrize("by_column", [True, False])
+@pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize(("shape", "dtype"), CASES)
 @pytest.mark.every(18)
-def test_blocks(on_ptx: PtxLauncher, shape: tuple[int, int], dtype: torch.dtype, by_column: bool) -> None:
+def test_blocks(on_ptx: PtxLauncher, shape: tuple[int, int], dtype: torch.dtype, axis: int) -> None:
     for x in matrices(shape, dtype):
-        blocks = quantize_blocks(x, "e4m3", by_row=True, by_column=by_column)
-        assert blocks.codes is not None
-        assert_same_codes(blocks.codes, blocks.scales, quantize(x, "e4m3", "block", -1))
-        if blocks.transposed_codes is not None:
-            expected = quantize(x, "e4m3", "block", -2)
-            assert_same_codes(blocks.transposed_codes, blocks.scales.T.contiguous(), expected)
+        blocks = quantize_blocks(x, "e4m3", axis)
+        assert_same_codes(blocks.codes, blocks.scales, quantize(x, "e4m3", "block", axis))
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -157,18 +153,13 @@ def test_tiles_with_a_rest(
 def test_rotated_tiles_of_both_axes_and_rotated_blocks(on_ptx: PtxLauncher, shape: tuple[int, int]) -> None:
     x, noise = exact_under_rotation(*shape), Noise(11)
     tiles = quantize_tiles(x, "int8", by_row=True, by_column=True, noise_column=noise, hadamard=(True, True))
-    by_row = quantize_blocks(x, "int8", by_row=True, hadamard=True)
-    by_column = quantize_blocks(x, "int8", by_column=True, hadamard=True)
-    for axis, found, codes, scales in (
-        (-1, tiles[0], by_row.codes, by_row.scales),
-        (-2, tiles[1], by_column.transposed_codes, by_column.scales.T.contiguous()),
-    ):
+    for axis, found, stream in ((-1, tiles[0], None), (-2, tiles[1], noise)):
+        blocks = quantize_blocks(x, "int8", axis, hadamard=True)
         assert found is not None
-        assert codes is not None
-        how = ("nearest", None) if axis == -1 else ("stochastic", noise)
-        expected = quantize(x, "int8", "tile", axis, how[0], hadamard=True, noise=how[1])  # type: ignore[arg-type]
+        rounding = "stochastic" if stream else "nearest"
+        expected = quantize(x, "int8", "tile", axis, rounding, hadamard=True, noise=stream)
         assert_same_codes(found.codes, found.scales, expected)
-        assert_same_codes(codes, scales, quantize(x, "int8", "block", axis, hadamard=True))
+        assert_same_codes(blocks.codes, blocks.scales, quantize(x, "int8", "block", axis, hadamard=True))
 
 
 @pytest.mark.slow
@@ -201,15 +192,13 @@ def test_rows_and_whole_tensors(
 def test_codes_of_other_elements(on_ptx: PtxLauncher, element: str) -> None:
     x = matrix(*ALIGNED, torch.bfloat16)
     row, column = quantize_tiles(x, element, by_row=True, by_column=True)
-    blocks = quantize_blocks(x, element, by_row=True, by_column=True)
     assert row is not None
     assert column is not None
-    assert blocks.transposed_codes is not None
     assert_same_codes(row.codes, row.scales, quantize(x, element, "tile", -1))
     assert_same_codes(column.codes, column.scales, quantize(x, element, "tile", -2))
-    assert_same_codes(blocks.codes, blocks.scales, quantize(x, element, "block", -1))
-    transposed = quantize(x, element, "block", -2)
-    assert_same_codes(blocks.transposed_codes, blocks.scales.T.contiguous(), transposed)
+    for axis in (-1, -2):
+        blocks = quantize_blocks(x, element, axis)
+        assert_same_codes(blocks.codes, blocks.scales, quantize(x, element, "block", axis))
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -363,34 +352,31 @@ def test_every_barrier_of_the_blocks_is_needed(launching: Launchers) -> None:
         return ptx
 
     launching(count)
-    quantize_blocks(x, "e4m3", by_row=True, by_column=True)
+    quantize_blocks(x, "e4m3", -2)
     assert len(barriers) >= 3
     for number in range(len(barriers)):
         launching(without(r"bar\.sync\s+0;", number))
         with pytest.raises(AssertionError, match="what another thread"):
-            quantize_blocks(x, "e4m3", by_row=True, by_column=True)
+            quantize_blocks(x, "e4m3", -2)
 
 
 def test_a_store_of_exchanged_registers_gives_wrong_codes(launching: Launchers) -> None:
     x = matrix(*ALIGNED, torch.float32)
     launching(lambda ptx: re.sub(r"(st\.global\.v4\.b32 .*\{ )(%r\d+), (%r\d+)", r"\1\3, \2", ptx, count=1))
-    blocks, expected = (
-        quantize_blocks(x, "e4m3", by_row=True, by_column=True),
-        quantize(x, "e4m3", "block", -1),
-    )
-    assert blocks.transposed_codes is not None
-    assert_same_codes(blocks.transposed_codes, blocks.scales.T.contiguous(), quantize(x, "e4m3", "block", -2))
+    blocks = quantize_blocks(x, "e4m3")
+    expected = quantize(x, "e4m3", "block", -1)
+    assert torch.equal(blocks.scales, expected.scales)
     with pytest.raises(AssertionError):
         assert_same_codes(blocks.codes, blocks.scales, expected)
 
 
 def test_a_store_left_out_is_seen(launching: Launchers) -> None:
-    launching(without(r"@%p\d+ st\.global\.v4\.b32 .*;", 4))
+    launching(without(r"@%p\d+ st\.global\.v4\.b32 .*;", 3))
     with pytest.raises(AssertionError, match="bytes are not written"):
-        quantize_blocks(matrix(*ALIGNED, torch.float32), "e4m3", by_row=True, by_column=True)
+        quantize_blocks(matrix(*ALIGNED, torch.float32), "e4m3")
 
 
 def test_a_store_without_its_guard_leaves_the_buffer(launching: Launchers) -> None:
     launching(without(r"@%p\d+ (?=st\.global\.v4\.b32)", 3))
     with pytest.raises(AccessError, match=r"st\.global"):
-        quantize_blocks(matrix(48, 128, torch.float32), "e4m3", by_row=True, by_column=True)
+        quantize_blocks(matrix(48, 128, torch.float32), "e4m3")

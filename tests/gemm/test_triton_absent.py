@@ -33,7 +33,7 @@ from scrimp.errors import DeviceError
 from scrimp.gemm.kernels import quantize_blocks, scaled_matmul
 codes = torch.zeros(2, 4, dtype=torch.float8_e4m3fn)
 for call in (
-    lambda: quantize_blocks(torch.ones(2, 2), "e4m3", by_row=True),
+    lambda: quantize_blocks(torch.ones(2, 2), "e4m3"),
     lambda: scaled_matmul(codes, torch.ones(2, 1), codes, torch.ones(2, 1)),
 ):
     try:

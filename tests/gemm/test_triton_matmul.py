@@ -29,7 +29,7 @@ def operands(
     tiles_b, _ = quantize_tiles(b, element_b, by_row=True, by_column=False)
     assert tiles_a is not None
     assert tiles_b is not None
-    right = quantize_blocks(b, element_b, by_row=True) if is_block else tiles_b
+    right = quantize_blocks(b, element_b) if is_block else tiles_b
     return tiles_a.codes, tiles_a.scales, right.codes, right.scales
 
 
@@ -74,7 +74,7 @@ def test_a_product_of_integers_has_exact_sums_of_tiles(is_block: bool) -> None:
     b, _ = quantize_tiles(right.to(DEVICE), "int8", by_row=True, by_column=False)
     assert a is not None
     assert b is not None
-    b = quantize_blocks(right.to(DEVICE), "int8", by_row=True) if is_block else b
+    b = quantize_blocks(right.to(DEVICE), "int8") if is_block else b
     assert torch.equal(values(a.codes, a.scales), left.double())
     assert torch.equal(values(b.codes, b.scales), right.double())
     total = torch.zeros(m, n)
@@ -99,7 +99,7 @@ def test_second_codes_are_multiplied_where_a_block_has_them_and_read_nowhere_els
     b, _ = quantize_tiles(right.to(DEVICE), "int8", by_row=True, by_column=False)
     assert a is not None
     assert b is not None
-    b = quantize_blocks(right.to(DEVICE), "int8", by_row=True) if is_block else b
+    b = quantize_blocks(right.to(DEVICE), "int8") if is_block else b
     rest = a.rest
     assert rest is not None
     assert rest.blocks.cpu().tolist() == [[1, 0, 0], [0, 0, 1]]

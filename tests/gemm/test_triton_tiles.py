@@ -91,7 +91,7 @@ def test_codes_of_four_bits_are_packed_as_they_are_kept(shape: tuple[int, int], 
 def test_nonfinite_groups_get_a_nan_scale_and_spoil_no_other_group(element: str, dtype: torch.dtype) -> None:
     x = spoilt(140, 200, dtype)
     row, column = quantize_tiles(x.to(DEVICE), element, by_row=True, by_column=True)
-    blocks = quantize_blocks(x.to(DEVICE), element, by_row=True)
+    blocks = quantize_blocks(x.to(DEVICE), element)
     assert row is not None
     assert column is not None
     expected = quantize(x, element, "tile", -1)
@@ -136,6 +136,8 @@ def test_a_rest_is_of_integers_along_rows_rounded_to_nearest() -> None:
     for element, by_row, noise in (("e4m3", True, None), ("int8", False, None), ("int8", True, Noise())):
         with pytest.raises(PlanError, match="fall back"):
             quantize_tiles(x, element, by_row=by_row, by_column=not by_row, noise=noise, fallback=True)
+    with pytest.raises(PlanError, match="fall back"):
+        quantize_tiles(x, "int8", by_row=True, by_column=False, fallback=True, hadamard=(True, False))
 
 
 @pytest.mark.parametrize("by_row", [True, False])
@@ -182,26 +184,19 @@ def test_rotated_tiles_are_padded_to_whole_groups(rounding: str, hadamard: tuple
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-def test_rotated_blocks_are_those_of_one_axis(axis: int) -> None:
+def test_rotated_blocks_are_padded_to_whole_groups(axis: int) -> None:
     w = exact_under_rotation(200, 140)
-    with pytest.raises(PlanError, match="its own codes"):
-        quantize_blocks(w.to(DEVICE), "int8", by_row=True, by_column=True, hadamard=True)
-    blocks = quantize_blocks(w.to(DEVICE), "int8", by_row=axis == -1, by_column=axis == -2, hadamard=True)
-    codes = blocks.codes if axis == -1 else blocks.transposed_codes
-    assert codes is not None
-    scales = blocks.scales if axis == -1 else blocks.scales.T.contiguous()
-    assert_same_codes(codes, scales, quantize(w, "int8", "block", axis, hadamard=True))
+    blocks = quantize_blocks(w.to(DEVICE), "int8", axis, hadamard=True)
+    assert_same_codes(blocks.codes, blocks.scales, quantize(w, "int8", "block", axis, hadamard=True))
 
 
+@pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("element", ELEMENTS)
-def test_blocks_and_their_transposed_copy_are_those_of_both_axes(element: str, dtype: torch.dtype) -> None:
+def test_blocks_lie_with_the_summed_axis_last(element: str, dtype: torch.dtype, axis: int) -> None:
     w = matrix(200, 130, dtype)
-    blocks = quantize_blocks(w.to(DEVICE), element, by_row=True, by_column=True)
-    assert blocks.transposed_codes is not None
-    assert_same_codes(blocks.codes, blocks.scales, quantize(w, element, "block", -1))
-    expected = quantize(w, element, "block", -2)
-    assert_same_codes(blocks.transposed_codes, blocks.scales.T.contiguous(), expected)
+    blocks = quantize_blocks(w.to(DEVICE), element, axis)
+    assert_same_codes(blocks.codes, blocks.scales, quantize(w, element, "block", axis))
 
 
 def test_scales_of_tiles_lie_column_major_as_cublaslt_reads_them() -> None:
@@ -216,7 +211,7 @@ def test_wrong_tensors_and_choices_are_refused_by_name() -> None:
         with pytest.raises(PlanError, match=reason):
             quantize_tiles(wrong, "e4m3", by_row=True, by_column=False)
         with pytest.raises(PlanError, match=reason):
-            quantize_blocks(wrong, "e4m3", by_row=True)
+            quantize_blocks(wrong, "e4m3")
     with pytest.raises(PlanError, match="no such element"):
         quantize_tiles(x, "e3m4", by_row=True, by_column=False)
     with pytest.raises(PlanError, match="nothing to quantize"):

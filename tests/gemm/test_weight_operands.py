@@ -19,7 +19,7 @@ from scrimp.gemm.weight_operands import keeping
 from scrimp.precision import LinearPrecision
 
 BATCHES = [torch.randn(24, 64, generator=torch.Generator().manual_seed(n)) for n in range(3)]
-RECIPES = ["fp8", "fp8_tensor", "nvfp4", "mxfp8", "int8_fallback"]
+RECIPES = ["fp8", "fp8_tensor", "nvfp4", "mxfp8", "int8_fallback", "int8_hadamard"]
 LAYERS = 4
 
 

@@ -44,7 +44,7 @@ def agrees(name: str, gemm: str, split: str, begin: int) -> bool:
 
 
 @pytest.mark.parametrize("begin", [128, 96, 64, 48, 40])
-@pytest.mark.parametrize("name", ["fp8", "mxfp8", "fp4", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "fp4", "nvfp4", "mxfp4", "int8_hadamard"])
 def test_a_cut_is_refused_where_pieces_quantize_otherwise(name: str, begin: int) -> None:
     for split in ("outputs", "inputs"):
         said = ""

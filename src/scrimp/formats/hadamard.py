@@ -15,7 +15,9 @@ import functools
 import torch
 from torch import Tensor
 
-SIZE = 16
+from scrimp.precision.recipes import HADAMARD
+
+SIZE = HADAMARD
 SIGN_BITS = 0b1011_0010_0110_1000
 """Bit i set: row i of the transform changes sign. Any fixed choice does; this one is balanced in no pattern."""
 

@@ -80,7 +80,7 @@ def quantize(
     _check(x, axis, kind)
     moved = x.detach().movedim(axis, -1)
     # Rotated groups are stored whole: they mix with their padding.
-    length = moved.shape[-1] + (-moved.shape[-1] % HADAMARD_SIZE if hadamard else 0)
+    length = operand.length(moved.shape[-1])
     num_bytes = math.ceil(length * elements.bits / 8)
     size = scale_shape((*moved.shape[:-1], length), kind)
     payloads, scales = [], []
@@ -213,7 +213,7 @@ def project(
     # Rotated values meet rotated vectors: of an axis that is summed here, else the result is rotated back.
     is_summed = (axis == -2) == transposed
     if operand.hadamard:
-        length = x.shape[axis] + (-x.shape[axis] % HADAMARD_SIZE)
+        length = operand.length(x.shape[axis])
         whole = vectors if is_summed else out
         whole = F.pad(whole, (0, 0, 0, length - len(whole)))
         vectors, out = (rotate(whole.float(), -2).double(), out) if is_summed else (vectors, whole)

@@ -16,7 +16,6 @@ from torch import Tensor
 from scrimp.formats import scales as scale_rules
 from scrimp.formats.codes import decode
 from scrimp.formats.grouping import Groups
-from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.hadamard import rotate
 from scrimp.precision.formats import Scaling, lookup_element, lookup_scaling
 from scrimp.precision.recipes import Operand
@@ -165,9 +164,7 @@ class QuantizedTensor:
     def _values(self) -> Tensor:
         """Codes times the scales of groups, the scaled axis last, without outer scales."""
         element, kind = lookup_element(self.operand.element), lookup_scaling(self.operand.scaling)
-        columns = self.shape[self.axis]
-        padding = -columns % HADAMARD_SIZE if self.operand.hadamard else 0
-        values = decode(self.payload, element, columns + padding)
+        values = decode(self.payload, element, self.operand.length(self.shape[self.axis]))
         if values.numel() and kind.columns is not None:
             values = values * _spread(self.scale_values(), kind, values.shape)
         return values if self.rest is None else values + self.rest._values()

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from scrimp.formats import QuantizedTensor
-from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.quantize import PAYLOAD_TYPES, SCALE_TYPES
 from scrimp.gemm.problem import ROWS, operands_of
 from scrimp.precision import (
@@ -54,7 +53,7 @@ def unpack(packed: Tensor, recipe_name: str, shape: tuple[int, int]) -> Quantize
 def room_in(packed: Tensor, operand: Operand, shape: tuple[int, int]) -> QuantizedTensor:
     """Where the codes of X [T, I] lie in a run of bytes, whether they are there yet or not."""
     element, kind = lookup_element(operand.element), lookup_scaling(operand.scaling)
-    length = shape[0] + (-shape[0] % HADAMARD_SIZE if operand.hadamard else 0)
+    length = operand.length(shape[0])
     parts = _Parts(packed)
     tensor_scale = parts.take(torch.float32, 1).reshape(()) if kind.has_tensor_scale else None
     sizes, dtype = scale_shape((shape[1], length), kind), SCALE_TYPES[kind.scale_type]

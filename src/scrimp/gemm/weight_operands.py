@@ -1,7 +1,7 @@
 """Weights as the operands of products, made once for all micro-batches of a step.
 
 Problem  fprop and dgrad read a weight in the recipe's format, and make it anew in every micro-batch, though it is the
-         same. In FP8 that moves 7 to 10 bytes for each number of a weight, however few tokens it is multiplied with.
+         same. In FP8 that moves 6 to 10 bytes for each number of a weight, however few tokens it is multiplied with.
 Method   Inside `keeping`, which a step of several micro-batches enters where there is memory for it, the first pass
          leaves what it made, and later ones read it; all of it is dropped at the end. Rounding of weights is to
          nearest, so every bit is the same.

@@ -23,7 +23,7 @@ Method   Matrices cost 2 FLOPs per weight and token forward, 4 backward; the emb
          A recipe runs at the best rate that the device has of those that can run its products::
 
              fp32 scales (fp8, fp8_tensor, fp8_row, fp4)    fp8, bf16
-             the same, of integers (int8, int8_fallback)    int8, bf16
+             the same, of integers (int8 and its kin)       int8, bf16
              scales of small blocks (mxfp8)                 fp8 beside fp4 units, bf16
              the same, of 4-bit elements (mxfp4, nvfp4)     fp4, bf16
 

@@ -20,15 +20,13 @@ from typing import Literal
 
 from scrimp.errors import PlanError
 from scrimp.precision.formats import lookup_scaling
-from scrimp.precision.recipes import GEMMS, HIGH_PRECISION, OPERANDS, Operand, recipe
+from scrimp.precision.recipes import GEMMS, HADAMARD, HIGH_PRECISION, OPERANDS, Operand, recipe
 from scrimp.precision.rules import RECOMPUTE, LinearPrecision
 
 Split = Literal["outputs", "inputs"]
 _CUT_TENSORS: dict[str, tuple[str, ...]] = {"outputs": ("w", "g"), "inputs": ("w", "x")}
 _SUMMED: dict[str, str] = {"outputs": "dgrad", "inputs": "fprop"}
 """The GEMM that sums over the features that are cut."""
-HADAMARD = 16
-"""Elements that are rotated together."""
 
 
 def check_cut(

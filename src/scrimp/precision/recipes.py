@@ -41,6 +41,8 @@ Gemm = Literal["fprop", "dgrad", "wgrad"]
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
 OPERANDS: dict[str, tuple[str, str]] = {"fprop": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("g", "x")}
 """The two tensors that each GEMM multiplies."""
+HADAMARD = 16
+"""Numbers that a rotation mixes (`scrimp.formats.hadamard`)."""
 MOST_TO_NEAREST = 128
 """Gradients whose sum in bf16 may be rounded to nearest at each addition (`scrimp.gemm.weight_sums`)."""
 FALLBACK_SUM = 1024.0
@@ -88,6 +90,10 @@ class Operand:
                 got=str(self),
                 expected="int8, tile, nearest, hadamard=False",
             )
+
+    def length(self, size: int) -> int:
+        """How long the axis that it is scaled along is in its codes: rotated groups are whole."""
+        return size + -size % HADAMARD if self.hadamard else size
 
 
 @dataclass(frozen=True)

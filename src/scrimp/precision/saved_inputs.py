@@ -13,9 +13,8 @@ Checked    tests/precision/test_saved_inputs.py: against the tensors that quanti
 
 from __future__ import annotations
 
-from scrimp.precision.cut_groups import HADAMARD
 from scrimp.precision.formats import storage_bytes
-from scrimp.precision.recipes import recipe
+from scrimp.precision.recipes import HADAMARD, recipe
 from scrimp.precision.rules import RECOMPUTE
 
 ALIGNMENT = 16
@@ -41,8 +40,7 @@ def saved_bytes(
     if compiled:
         return BF16_BYTES * tokens * features if grouped else capacity(tokens, features)
     operand = entry.wgrad.b
-    padding = -tokens % HADAMARD if operand.hadamard else 0
-    return storage_bytes((features, tokens + padding), operand.element, operand.scaling)
+    return storage_bytes((features, operand.length(tokens)), operand.element, operand.scaling)
 
 
 def capacity(tokens: int, features: int) -> int:

@@ -24,8 +24,8 @@ STORABLE = tuple(
     for name, one in RECIPES.items()
     if one.fprop is not None and not (one.fprop.a.fallback or one.fprop.b.hadamard)
 )
-"""Recipes that quantize weights; one whose inputs fall back quantizes them as the one without, and what is rotated is
-not stored so: dgrad reads it rotated along the other axis."""
+"""Recipes that quantize weights; one whose inputs fall back quantizes them as the one without, and a rotated weight is
+another one for dgrad than for fprop."""
 _EXAMPLE = "nvfp4,*.down=fp8,blocks.0.*=bf16"
 
 

@@ -1,7 +1,7 @@
 """One letter and one colour for every recipe, the same on the page and in the terminal.
 
-Warm is 4 bit, green is 8 bit, cool grey is 16 and 32 bit, and within a width a recipe has its own shade. The
-letter says the same without colour. The page's colours stand in `precision.css`, one class per recipe;
+Warm is 4 bit, green is 8 bit, bluish are its integers, cool grey is 16 and 32 bit, and within a width a recipe has its
+own shade. The letter says the same without colour. The page's colours stand in `precision.css`, one class per recipe;
 those of the terminal stand here. Checked in tests/report/test_precision_palette.py: no letter twice,
 every recipe in every palette, contrast of letter and ground.
 """

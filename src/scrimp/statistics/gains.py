@@ -39,8 +39,8 @@ Experts    What routed experts add to the stream is |Y_added|, not |Y_exit|: the
            they chose in the clean pass: another choice is no small change.
 Limits     Noise is as large in each feature of a result, where errors of X lie as W's outputs do; of a, noise in gX is
            taken to reach the stream as the gradient itself does. What noise from the first node makes of the stream
-           on its way counts as noise that enters later: early in training updates by late writers come out up to
-           twice too large.
+           on its way counts as noise that enters later: updates by writers of the stream come out up to 1.5 times
+           too large. `calibration` holds updates against real errors.
 Source     SNIP (arXiv 2602.01410), reconstruction eq. (2), (5) and R1 to R3.
 Checked    tests/statistics/test_gains.py: R2 and R3 against R1; test_exact.py: R1 against gradients that
            are disturbed by hand.

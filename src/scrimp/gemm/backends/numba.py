@@ -22,7 +22,6 @@ from scrimp.formats import QuantizedTensor
 from scrimp.formats import scales as scale_rules
 from scrimp.formats.codes import BYTES
 from scrimp.formats.grouping import Groups
-from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.quantize import rotated_whole
 from scrimp.formats.quantized import INEXACT_IN_BF16, FakeQuantized
 from scrimp.formats.scales import GroupScales
@@ -113,9 +112,7 @@ class NumbaBackend(ReferenceBackend):
         if not self._can_read(codes.payload, codes.operand, (torch.uint8, *BYTES.values())):
             return super().load(codes)
         kind, element = lookup_scaling(codes.operand.scaling), lookup_element(codes.operand.element)
-        length = codes.shape[codes.axis]
-        if codes.operand.hadamard:
-            length += -length % HADAMARD_SIZE
+        length = codes.operand.length(codes.shape[codes.axis])
         groups = Groups.of(kind, -1, len(codes.payload), length)
         scales = None if kind.columns is None else codes.scale_values().contiguous()
         exact, payload = kind.name not in INEXACT_IN_BF16, codes.payload.contiguous()

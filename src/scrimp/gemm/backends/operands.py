@@ -91,22 +91,15 @@ def kernel_codes(x: Matrix, use: Use, form: Form = "codes") -> KernelCodes:
             raise PlanError(
                 "no kernel packs blocks of 4 bits", do="keep tiles, or use the reference back end"
             )
-        return _in_blocks(readable(x), use, use.operand)
+        axis = -1 if use.axis == COLUMNS else -2
+        hadamard = use.operand.hadamard
+        blocks = kernels.quantize_blocks(made(readable(x)), use.operand.element, axis, hadamard=hadamard)
+        return KernelCodes(blocks.codes, blocks.scales)
     by_row, by_column = (use, None) if use.axis == COLUMNS else (None, use)
     row, column = _quantized(x, by_row, by_column, (form, form))
     found = row or column
     assert found is not None
     return found
-
-
-def _in_blocks(x: Matrix, use: Use, operand: Operand) -> KernelCodes:
-    by_row = use.axis == COLUMNS
-    blocks = kernels.quantize_blocks(
-        made(x), operand.element, by_row=by_row, by_column=not by_row, hadamard=operand.hadamard
-    )
-    codes = blocks.codes if by_row else blocks.transposed_codes
-    assert codes is not None
-    return KernelCodes(codes, blocks.scales if by_row else blocks.scales.t())
 
 
 def is_kernel_pair(first: Use, second: Use) -> bool:

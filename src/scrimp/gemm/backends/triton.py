@@ -9,7 +9,8 @@ int8                 The same kernels, on tensor cores for integers, which GPUs 
 mxfp8, mxfp4, nvfp4  Code times scale is exact in bf16: quantized and dequantized in one pass over memory, then a bf16
                      product with fp32 sums; NVFP4's scales of whole tensors multiply the result.
 Stored codes         are those of `scrimp.formats.quantize`, bit for bit, E2M1 packed, from the pass that makes fprop's
-                     operand. Of rotated groups a code may fall to the other side of a tie (kernels/maxima.py).
+                     operand. Of rotated groups, tiles and blocks a code may fall to the other side of a tie
+                     (kernels/maxima.py).
 Limits               No tensor or row scales (torch's kernels take those) and no four-over-six. Where a tile
                      has a NaN its scale is NaN, and its stored codes mean nothing.
 Checked              tests/gemm/test_native.py, in Triton's interpreter.
@@ -27,7 +28,6 @@ from torch import Tensor
 
 from scrimp.formats import Noise, QuantizedTensor
 from scrimp.formats.codes import BYTES
-from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.gemm import kernels
 from scrimp.gemm.backends.base import Backend
 from scrimp.gemm.backends.operands import (
@@ -79,7 +79,9 @@ class TritonBackend(Backend):
 
     def emulates(self, recipe: str) -> bool:
         """All but fp8 and integers: E2M1 on FP8 units, MX and NVFP4 on bf16 units."""
-        return recipe not in ("fp8", "int8", "int8_fallback", "int8_hadamard")
+        return recipe != "fp8" and not any(
+            one and one.element == "int8" for one in operands_of("fprop", recipe)
+        )
 
     def tuning_bytes(self, gemm: str, recipe: str, shape: Shape, out: torch.dtype) -> int:
         """Bytes for products of tiles, whose kernel has shapes to choose from; 0 for all others."""
@@ -145,8 +147,7 @@ class TritonBackend(Backend):
         """Codes, E2M1 as E4M3, or their bf16 values."""
         if codes.operand.scaling in TILES:
             return from_stored(codes)
-        length = codes.shape[codes.axis]
-        length += -length % HADAMARD_SIZE if codes.operand.hadamard else 0
+        length = codes.operand.length(codes.shape[codes.axis])
         values = kernels.group_values(codes.payload, codes.scales, codes.operand, length)
         return _Values(values if codes.axis % 2 else values.T, codes.tensor_scale)
 

@@ -1,11 +1,13 @@
-"""Blocks of 128 x 128: codes, scales and transposed codes of a weight, from one reading of memory.
+"""Blocks of 128 x 128: codes and scales of a weight, from one reading of memory, as the product that sums along an axis
+reads them.
 
-A square block has one scale whichever axis is summed over, so the transposed copy that dgrad reads has the
-same codes, and forward and backward see the same weights. s = amax / qmax, q = round(x / s) to nearest. What is
-rotated first (each 16 numbers along the summed axis) differs between the two, and each is made by itself.
+A square block has one scale whichever axis is summed over, so what fprop and dgrad read are the same codes, once
+transposed: forward and backward see the same weights. s = amax / qmax, q = round(x / s) to nearest. Rotated blocks
+differ between the two.
 
-Checked  tests/gemm/test_triton_tiles.py: codes and scales equal to `scrimp.formats.quantize`; test_ptx.py: so are those
-         of the PTX compiled for Hopper, run on a CPU, and its threads do not race.
+Checked  tests/gemm/test_triton_tiles.py: codes and scales equal to `scrimp.formats.quantize`, rotated ones where the
+         rotation's sums are exact (maxima.py); test_ptx.py: so are those of the PTX compiled for Hopper, run on a CPU,
+         and its threads do not race.
 """
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -16,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scrimp.errors import PlanError
 from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.gemm.kernels.arithmetic import (
     block_of_program,
@@ -32,14 +33,13 @@ from scrimp.gemm.kernels.launch import (
     WARPS_STOCHASTIC,
     WeightBlocks,
     cdiv,
-    check_choice,
     check_devices,
     check_matrix,
     checked_element,
     element_constants,
     run,
 )
-from scrimp.gemm.kernels.maxima import load_rotated, rotation_for
+from scrimp.gemm.kernels.maxima import check_axis, load_rotated, rotation_for
 
 
 @triton.jit
@@ -48,18 +48,19 @@ def quantize_blocks_kernel(
     rotation,
     codes,
     scales,
-    transposed_codes,
     num_rows,
     num_columns,
-    BY_ROW: tl.constexpr,
-    BY_COLUMN: tl.constexpr,
+    AXIS: tl.constexpr,
     HADAMARD: tl.constexpr,
     ELEMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block a program. Rotated along the rows, it is read with strides exchanged, as its codes are stored."""
+    """One block a program, its codes stored with the summed axis last: the columns where AXIS is 1, the rows where 0.
+
+    What is rotated along the rows is read with strides exchanged; else codes are turned, a byte each.
+    """
     _, _, rows, columns = block_of_program(num_columns, BLOCK, BLOCK)
-    IS_TURNED: tl.constexpr = HADAMARD and BY_COLUMN
+    IS_TURNED: tl.constexpr = HADAMARD and AXIS == 0
     if IS_TURNED:
         block = load_rotated(x, x, rotation, columns, rows, num_columns, num_rows, 0, True, None, BLOCK)
     else:
@@ -67,58 +68,49 @@ def quantize_blocks_kernel(
     scale = fp32_scale(tl.max(magnitude_bits(block)), ELEMENT)
     tl.store(scales + tl.program_id(0), scale)
     q = round_nearest(tl.div_rn(block, scale), ELEMENT).to(codes.dtype.element_ty)
-    if BY_ROW:
-        length = tl.cdiv(num_columns, 16) * 16 if HADAMARD else num_columns
+    summed = num_columns if AXIS == 1 else num_rows
+    length = tl.cdiv(summed, 16) * 16 if HADAMARD else summed
+    if AXIS == 1:
         store_block(codes, q, rows, columns, num_rows, length)
-    if BY_COLUMN:
-        length = tl.cdiv(num_rows, 16) * 16 if HADAMARD else num_rows
-        store_block(transposed_codes, q if IS_TURNED else tl.trans(q), columns, rows, num_columns, length)
+    else:
+        store_block(codes, q if IS_TURNED else tl.trans(q), columns, rows, num_columns, length)
 
 
-def quantize_blocks(
-    w: Tensor, element: str, *, by_row: bool = False, by_column: bool = False, hadamard: bool = False
-) -> WeightBlocks:
+def quantize_blocks(w: Tensor, element: str, axis: int = -1, *, hadamard: bool = False) -> WeightBlocks:
     """Quantize a matrix in blocks of 128 x 128, to nearest.
 
     Args:
         w: row-major [R, C], bfloat16 or float32.
         element: e2m1 (stored as E4M3 codes), e4m3, e5m2 or int8.
-        by_row: codes [R, C], for sums along the columns.
-        by_column: the same codes as [C, R], for sums along the rows.
-        hadamard: each 16 numbers along the summed axis are rotated first, and codes padded to 16: one axis alone.
+        axis: the one that a product sums over, -1 or -2.
+        hadamard: each 16 numbers along it are rotated first, and codes padded to 16.
 
     Raises:
-        PlanError: a tensor or an element that the kernel does not take.
+        PlanError: a tensor, an element or an axis that the kernel does not take.
         DeviceError: not on a CUDA device.
     """
     check_matrix("w", w)
-    check_choice(by_row, by_column, None, None)
-    if hadamard and by_row and by_column:
-        raise PlanError("what is rotated along each axis has its own codes", expected="by_row or by_column")
+    check_axis(axis)
     kind = checked_element(element)
     check_devices(w=w)
-    num_rows, num_columns = w.shape
-    along, across = (size + -size % HADAMARD_SIZE if hadamard else size for size in w.shape)
-    grid = cdiv(num_rows, TILE), cdiv(num_columns, TILE)
-    dtype, scales = CODE_TYPES[element], torch.empty(grid, device=w.device)
-    codes = torch.empty(num_rows, across, dtype=dtype, device=w.device) if by_row else None
-    other = torch.empty(num_columns, along, dtype=dtype, device=w.device) if by_column else None
+    outer, summed = w.shape if axis == -1 else w.shape[::-1]
+    if hadamard:
+        summed += -summed % HADAMARD_SIZE
+    codes = torch.empty(outer, summed, dtype=CODE_TYPES[element], device=w.device)
+    scales = torch.empty(*(cdiv(size, TILE) for size in w.shape), device=w.device)
     if w.numel():
         run(
             quantize_blocks_kernel,
-            (grid[0] * grid[1],),
+            (scales.numel(),),
             w,
             rotation_for(w, hadamard),
-            other if codes is None else codes,
+            codes,
             scales,
-            codes if other is None else other,
-            num_rows,
-            num_columns,
-            BY_ROW=by_row,
-            BY_COLUMN=by_column,
+            *w.shape,
+            AXIS=axis + 2,
             HADAMARD=hadamard,
             ELEMENT=element_constants(kind),
             BLOCK=TILE,
             num_warps=WARPS_STOCHASTIC if hadamard else WARPS_NEAREST,
         )
-    return WeightBlocks(codes, scales, other)
+    return WeightBlocks(codes, scales if axis == -1 else scales.t())

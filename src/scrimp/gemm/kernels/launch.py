@@ -18,7 +18,6 @@ from torch import Tensor
 
 from scrimp.errors import DeviceError, PlanError
 from scrimp.formats.codes import BYTES
-from scrimp.formats.hadamard import SIZE as HADAMARD_SIZE
 from scrimp.formats.noise import Noise
 from scrimp.formats.quantize import PAYLOAD_TYPES, SCALE_TYPES
 from scrimp.formats.quantized import QuantizedTensor
@@ -32,8 +31,8 @@ CODE_TYPES = {"e2m1": torch.float8_e4m3fn, **BYTES}
 """E2M1 values are stored as the E4M3 codes of the same values: FP4 arithmetic on FP8 tensor cores."""
 WARPS_NEAREST, WARPS_STOCHASTIC = 8, 16
 """Warps of a program with a block of 128 x 128. Nearest: two programs fit a multiprocessor at 128 registers; with noise
-or a rest 128 do not suffice, nor where codes are packed, and one program should have more warps. By registers alone:
-times are not measured yet."""
+or a rest 128 do not suffice, nor where codes are packed or numbers rotated, and one program should have more warps. By
+registers alone: times are not measured yet."""
 INPUT_TYPES = (torch.bfloat16, torch.float32)
 Form = Literal["codes", "swizzled", "values", "kept"]
 """Groups: codes with scales in their order or in cuBLASLt's, or values in bfloat16. Kept: as QuantizedTensor has them;
@@ -57,7 +56,7 @@ class RowTiles:
     """A matrix [R, C] in tiles of 128 along its columns."""
 
     codes: Tensor
-    """float8 or int8 [R, C]; packed uint8 [R, ceil(C / 2)]."""
+    """float8 or int8 [R, C], C padded to 16 where it was rotated; packed uint8 [R, ceil(C / 2)]."""
     scales: Tensor
     """float32 [R, ceil(C / 128)], stride (1, R)."""
     rest: RestOfTiles | None = None
@@ -68,7 +67,7 @@ class ColumnTiles:
     """A matrix [R, C] in tiles of 128 along its rows, stored transposed."""
 
     codes: Tensor
-    """float8 or int8 [C, R]; packed uint8 [C, ceil(R / 2)]."""
+    """float8 or int8 [C, R], R padded likewise; packed uint8 [C, ceil(R / 2)]."""
     scales: Tensor
     """float32 [C, ceil(R / 128)], stride (1, C)."""
 
@@ -77,12 +76,10 @@ class ColumnTiles:
 class WeightBlocks:
     """A matrix [R, C] in blocks of 128 x 128."""
 
-    codes: Tensor | None
-    """float8 or int8 [R, C]; None where they were not asked for."""
+    codes: Tensor
+    """float8 or int8, the summed axis last: [R, C] or [C, R]; padded to 16 where it was rotated."""
     scales: Tensor
-    """float32 [ceil(R / 128), ceil(C / 128)]."""
-    transposed_codes: Tensor | None
-    """The same codes as [C, R]; their scales are `scales.T`."""
+    """float32 [ceil(R / 128), ceil(C / 128)], or transposed, as the codes."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ class GroupsOf:
         if self.room is not None and x.numel():
             return QuantizedGroups(self.room.payload, self.room.scales, self.room.tensor_scale)
         shape = list(x.shape)
-        shape[axis] += -shape[axis] % HADAMARD_SIZE if self.operand.hadamard else 0
+        shape[axis] = self.operand.length(shape[axis])
         scaling = lookup_scaling(self.operand.scaling)
         make = torch.empty if x.numel() else torch.ones
         tensor_scale = make((), device=x.device) if scaling.has_tensor_scale else None

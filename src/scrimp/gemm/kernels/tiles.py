@@ -17,8 +17,9 @@ Fallback Of int8 row tiles with outliers what rounding left is rounded again, by
 Noise    Stochastic rounding adds the hashes of an element's row and column in the whole matrix, whichever
          way its codes are stored; the two results take separate streams.
 Limits   A group with a NaN or an infinity has the scale NaN; the codes beside it mean nothing.
-Checked  tests/gemm/test_triton_tiles.py: codes and scales equal to `scrimp.formats.quantize`; test_ptx.py: so are those
-         of the PTX compiled for Hopper, run on a CPU, and its threads do not race.
+Checked  tests/gemm/test_triton_tiles.py: codes and scales equal to `scrimp.formats.quantize`, rotated ones where the
+         rotation's sums are exact (maxima.py); test_ptx.py: so are those of the PTX compiled for Hopper, run on a CPU,
+         and its threads do not race.
 """
 # mypy: disable-error-code="import-untyped,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -176,10 +177,10 @@ def quantize_tiles_kernel(
                 block, q, divisor, rows, columns, num_rows, num_columns, block_column, rest, LIMIT, ELEMENT
             )
     if BY_COLUMN:
-        # Again, from the first-level cache: held in registers through both halves, twice as many are needed. What a
-        # gate makes takes longer than that.
         AXIS: tl.constexpr = 1 if HADAMARD_COLUMN else 0
         length = num_rows
+        # Again, from the first-level cache: held in registers through both halves, twice as many are needed. What a
+        # gate makes takes longer than that, and is kept unless the first half has rotated it.
         if HADAMARD_COLUMN:
             block = load_rotated(
                 x, halves, rotation, columns, rows, num_columns, num_rows, 0, True, GATE, BLOCK
@@ -238,18 +239,18 @@ def quantize_tiles(
     check_choice(by_row, by_column, noise, noise_column)
     first, halves, gate = source_of(x)
     check_devices(x=first)
-    _check(element, any(packed), fallback, by_row and noise is None)
+    _check(element, any(packed), fallback, by_row and noise is None and not hadamard[0])
     num_rows, num_columns = x.shape
-    across, along = (  # how long the rows of either result are
+    row_length, column_length = (
         size + -size % HADAMARD_SIZE if rotated else size
         for size, rotated in zip((num_columns, num_rows), hadamard, strict=True)
     )
     rest = empty_rest(num_rows, num_columns, element, x.device) if fallback else None
-    row = empty_tiles(num_rows, across, element, x.device, packed[0]) if by_row else None
+    row = empty_tiles(num_rows, row_length, element, x.device, packed[0]) if by_row else None
     column = None
     if by_column:
         tiles = (room.payload, room.scales) if room is not None else None
-        column = tiles or empty_tiles(num_columns, along, element, x.device, packed[1])
+        column = tiles or empty_tiles(num_columns, column_length, element, x.device, packed[1])
     if x.numel():
         run(
             quantize_tiles_kernel,
@@ -260,7 +261,7 @@ def quantize_tiles(
             *(row or (first, first)),
             *(column or (first, first)),
             *((None, None, None) if rest is None else (rest.codes, rest.scales, rest.blocks)),
-            *address_hashes(noise, noise_column, along, across, first),
+            *address_hashes(noise, noise_column, column_length, row_length, first),
             num_rows,
             num_columns,
             BY_ROW=by_row,
@@ -280,10 +281,10 @@ def quantize_tiles(
     return RowTiles(*row, rest) if row else None, ColumnTiles(*column) if column else None
 
 
-def _check(element: str, is_packed: bool, falls_back: bool, has_nearest_rows: bool) -> None:
+def _check(element: str, is_packed: bool, falls_back: bool, has_plain_rows: bool) -> None:
     checked_element(element)
-    if falls_back and not (element == "int8" and has_nearest_rows):
-        what = "only int8 tiles of rows, rounded to nearest, fall back"
-        raise PlanError(what, got=element if element != "int8" else "no rows, or stochastic rounding")
+    if falls_back and not (element == "int8" and has_plain_rows):
+        what = "only int8 tiles of rows, rounded to nearest and not rotated, fall back"
+        raise PlanError(what, got=element if element != "int8" else "no such rows")
     if is_packed and element != "e2m1":
         raise PlanError("codes of a byte are not packed", got=element, expected="e2m1")
