@@ -32,8 +32,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scrimp.formats import QuantizedTensor, fake_quantize
+from scrimp.formats import QuantizedTensor
+from scrimp.formats.hadamard import rotate
 from scrimp.gemm import Execution, PlannedLayer
+from scrimp.gemm.backends import BACKENDS
 from scrimp.gemm.layer import Shard
 from scrimp.gemm.problem import AXES, Use, operands_of
 from scrimp.precision import GEMMS, OPERANDS
@@ -267,8 +269,12 @@ def squared_error(value: Tensor, use: Use) -> Tensor:
     """[K], |Q(A) - A|^2 of one operand by its index along the axis that the GEMM sums over."""
     if use.operand is None:
         return torch.zeros(value.shape[use.axis], device=value.device)
-    quantized = fake_quantize(value, use.operand, use.axis, noise=use.noise, reduce_amax=use.reduce_amax)
-    return _squares_along(quantized.dequantize().sub_(value), use.axis)
+    # Its numbers are the reference's, whom it asks where it has no kernel.
+    quantized = BACKENDS["numba"].prepare(value, use).quantized.dequantize()
+    if use.operand.hadamard:
+        rows, columns = value.shape
+        quantized = rotate(quantized, use.axis, inverse=True)[:rows, :columns]
+    return _squares_along(quantized.sub(value), use.axis)
 
 
 def _squares_along(value: Tensor, axis: int) -> Tensor:
