@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,39 +16,44 @@ from torch import Tensor, nn
 
 from scrimp.gemm import LinearPrecision
 from scrimp.planner.precision.divergence import divergence
-from scrimp.statistics import collect
-from scrimp.statistics.calibration import MEMBERS, calibrated, kinds_of, spread
+from scrimp.statistics import collect, find_structure
+from scrimp.statistics.calibration import BRANCHES, calibrated, kinds_of, spread
 from scrimp.statistics.gains import Gains
 from scrimp.statistics.structure import Structure, SubLayer
 
 LOW = "fp4"
+module: Any = importlib.import_module("scrimp.statistics.collect")  # the package has a function of this name
 
 
-def test_kinds_are_names_without_numbers_and_entries_of_a_branch_together() -> None:
-    layers = [f"blocks.{n}.{name}" for n in range(3) for name in ("q", "k", "out", "gate", "up", "down")]
+def layers_of(blocks: int) -> tuple[list[str], Structure]:
+    names = ("attn.q", "attn.k", "attn.out", "mlp.fc1", "mlp.fc2")
+    layers = [f"blocks.{n}.{name}" for n in range(blocks) for name in names]
     subs = [
         SubLayer(tuple(f"blocks.{n}.{name}" for name in entries), f"blocks.{n}.{exit_}")
-        for n in range(3)
-        for entries, exit_ in ((("q", "k"), "out"), (("gate", "up"), "down"))
+        for n in range(blocks)
+        for entries, exit_ in ((("attn.q", "attn.k"), "attn.out"), (("mlp.fc1",), "mlp.fc2"))
     ]
-    structure = Structure(tuple(f"norm.{n}" for n in range(7)), tuple(subs))
-    assert kinds_of(layers, None) == [[i, i + 6, i + 12] for i in range(6)]
-    assert kinds_of(layers, structure) == [
-        [0, 1, 6, 7, 12, 13],
-        [2, 8, 14],
-        [3, 4, 9, 10, 15, 16],
-        [5, 11, 17],
-    ]
+    return layers, Structure(tuple(f"norm.{n}" for n in range(2 * blocks + 1)), tuple(subs))
 
 
-def test_members_are_spread_from_the_first_to_the_last() -> None:
-    assert spread([3, 5, 8]) == [3, 5, 8]
-    assert spread(list(range(0, 64, 2))) == [0, 20, 42, 62]
-    assert len(set(spread(range(MEMBERS + 1)))) == MEMBERS
+def test_kinds_are_names_without_numbers_of_blocks_entries_together_and_the_last_writers() -> None:
+    layers, structure = layers_of(2)
+    assert kinds_of(layers, None) == [[[i], [i + 5]] for i in range(5)]  # fc1 is not fc2
+    assert kinds_of(layers, structure) == [[[0, 1], [5, 6]], [[2]], [[3], [8]], [[4]], [[7], [9]]]
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 4, 5, 12, 32, 61])
+def test_all_names_of_a_kind_run_in_blocks_from_the_first_to_the_last(blocks: int) -> None:
+    layers, structure = layers_of(blocks)
+    members = [layers[index] for index in spread(kinds_of(layers, structure)[0])]
+    chosen = sorted({int(name.split(".")[1]) for name in members})
+    assert len(chosen) == min(blocks, BRANCHES)
+    assert (chosen[0], chosen[-1]) == (0, blocks - 1)
+    assert members == [f"blocks.{n}.attn.{name}" for n in chosen for name in ("q", "k")]
 
 
 def test_updates_are_multiplied_by_what_is_measured_over_what_is_foretold() -> None:
-    """Two kinds of two layers: one does twice what noise foretells, of the other nothing is known."""
+    """Two kinds of two layers: one does twice what noise foretells, the other breaks in the format."""
     generator = np.random.default_rng(0)
     gains = Gains(generator.random((2, 2, 3, 4)), generator.random((2, 2, 3, 4)), np.zeros(4))
     errors = generator.random((4, 2))
@@ -57,10 +65,11 @@ def test_updates_are_multiplied_by_what_is_measured_over_what_is_foretold() -> N
             moved[1] = 2 * np.sqrt(squares)
         return moved
 
-    found = calibrated(gains, errors, [[0, 2], [1, 3]], run)
+    found = calibrated(gains, errors, [[[0], [2]], [[1], [3]]], run)
     expected = gains.forward.copy()
     expected[:, 1, :, [0, 2]] *= 2
-    assert np.allclose(found.forward, expected, rtol=1e-12)
+    expected[:, 1, :, [1, 3]] = np.nan
+    assert np.allclose(found.forward, expected, rtol=1e-12, equal_nan=True)
     assert found.backward is gains.backward
 
 
@@ -71,9 +80,12 @@ def test_predictions_of_a_kind_add_up_to_what_its_layers_do_together(gains: str)
     profile = collect(made.subject(), [batch(500)], (LOW,), gains=gains)
     predicted = divergence(profile, profile.batches[0]).update[:, 0, 0]
     clean = updates(made, [])
-    kinds = kinds_of(profile.layers, None)
+    structure = find_structure(made.model, profile.layers, lambda: next(made.losses(batch(500))))
+    made.optimizer.zero_grad()
+    kinds = kinds_of(profile.layers, structure if gains == "ratios" else None)
     assert 1 < len(kinds) < len(profile.layers)
-    for kind in kinds:
+    for branches in kinds:
+        kind = [index for branch in branches for index in branch]
         moved = updates(made, [profile.layers[index] for index in kind])
         squares = sum(
             float((moved[name] - clean[name]).norm() / made.model.get_parameter(name).norm()) ** 2
@@ -100,3 +112,18 @@ def updates(made: Bench, names: list[str]) -> dict[str, Tensor]:
     nn.utils.clip_grad_norm_(other.parameters(), made.max_norm)
     optimizer.step()
     return {name: before[name] - parameter.detach() for name, parameter in other.named_parameters()}
+
+
+def test_a_pass_that_raises_leaves_every_layer_in_its_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trained_decoder()
+    before = {name: layer.precision for name, layer in made.planned.layers.items()}
+
+    def broken(gains: Gains, errors: np.ndarray, kinds: list[list[list[int]]], run: Any) -> Gains:
+        with patch.object(module._Measurement, "_pass", side_effect=RuntimeError("gone")):
+            run(spread(kinds[0]))
+        return gains
+
+    monkeypatch.setattr(module, "calibrated", broken)
+    with pytest.raises(RuntimeError, match="gone"):
+        made.collect()
+    assert {name: layer.precision for name, layer in made.planned.layers.items()} == before

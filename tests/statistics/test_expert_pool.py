@@ -94,4 +94,5 @@ def test_few_passes_find_what_a_pass_for_each_layer_finds() -> None:
     found, wanted = (divergence(one, one.batches[0]).update[..., -1] for one in (ratios, exact))
     ranks = [np.argsort(np.argsort(one.flatten())) for one in (found, wanted)]
     assert np.corrcoef(*ranks)[0, 1] > 0.85
+    # Of dgrad of attention's out; what fprop does is held against real errors either way.
     assert np.abs(found - wanted).max() < 0.3 * wanted.max()

@@ -13,7 +13,7 @@ State    `apply` keeps a `PlannedModel` in an attribute of the model, outside it
          that saves checkpoints keeps the plan beside them (`PrecisionPlan.write`) and applies it again.
 Cost     Of `measure`, per batch: a forward and backward pass in the compute type that also quantizes every operand in
          every candidate; for the gains, about six passes more on the first batch, or with gains="exact" about four
-         per layer. Beside gradients, one copy of the weights' gradients on the host.
+         per layer, and one for each kind of layer. Beside gradients, one copy of the weights' gradients on the host.
 Ranks    Under DistributedDataParallel, `fully_shard` and tensor parallel all ranks call these functions alike,
          each with its own rows of the batches, and with the model as the loop calls it. All get the same profile
          and make the same plan; `apply` refuses plans that differ. Limits: `scrimp.statistics.ranks`.

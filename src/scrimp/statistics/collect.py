@@ -4,7 +4,7 @@
 
     clean      in the compute type: norms, errors of every candidate format, gradients, the stream at its nodes
     noise      passes for the gains (six by default, see `gains`), differences to the clean run
-    real       a pass for each kind of layer, some of which run in the lowest format (`calibration`)
+    format     a pass for each kind of layer, some of which run in the lowest format (`calibration`)
     update     sensitivity of each weight's update, from the optimizer's state before the step
 
 and everything is put back (`untouched`): a run that is measured goes on as if it had not been.
@@ -390,7 +390,7 @@ class _Measurement:
         return of_layers(nodes, structure, where, self.layers, self.owned, clean, tape)
 
     def _calibrated(self, gains: Gains, batch: Any, watch: NormWatch) -> Gains:
-        """The same, by what the lowest format really does."""
+        """Gains whose updates by fprop are scaled to what the lowest format does."""
         low = lowest_format(self.formats)
         if low is None:
             return gains
@@ -400,17 +400,17 @@ class _Measurement:
         ]
 
         def run(members: list[int]) -> Array:
-            return self._disturbed(batch, self._running(low, [self.layers[index] for index in members]))
+            return self._disturbed(batch, self._in_format(low, [self.layers[index] for index in members]))
 
         kinds = kinds_of(self.layers, None if self.stream is None else self.stream.structure)
         return calibrated(gains, np.sqrt(squares), kinds, run)
 
     @contextlib.contextmanager
-    def _running(self, low: str, layers: Sequence[str]) -> Iterator[None]:
+    def _in_format(self, recipe_name: str, layers: Sequence[str]) -> Iterator[None]:
         """fprop of these layers in a format."""
         planned, compute = self.subject.planned, LinearPrecision.of(self.subject.compute)
         here = [layer for layer in layers if layer in planned.layers]
-        planned.replan({layer: dataclasses.replace(compute, fprop=low) for layer in here})
+        planned.replan({layer: dataclasses.replace(compute, fprop=recipe_name) for layer in here})
         try:
             yield
         finally:

@@ -39,7 +39,7 @@ Experts    What routed experts add to the stream is |Y_added|, not |Y_exit|: the
            they chose in the clean pass: another choice is no small change.
 Limits     Noise is as large in each feature of a result, where errors of X lie as W's outputs do; of a, noise in gX is
            taken to reach the stream as the gradient itself does. What noise from the first node makes of the stream
-           on its way counts as noise that enters later: updates by writers of the stream come out up to 1.5 times
+           on its way counts as noise that enters later: updates by writers of the stream come out up to 1.6 times
            too large. `calibration` holds updates against real errors.
 Source     SNIP (arXiv 2602.01410), reconstruction eq. (2), (5) and R1 to R3.
 Checked    tests/statistics/test_gains.py: R2 and R3 against R1; test_exact.py: R1 against gradients that
@@ -62,6 +62,8 @@ from scrimp.statistics.stream import Changes, Injection, StreamTape
 from scrimp.statistics.structure import Structure
 
 Array = NDArray[np.float64]
+UPDATES = 1
+"""Row of gains that says how far updates move, after that of gradients."""
 NOISES = ("tokens", "weights")
 """Kinds of injected noise: independent between tokens, and one linear map of all of them."""
 

@@ -32,10 +32,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scrimp.formats import QuantizedTensor
+from scrimp.formats import QuantizedTensor, fake_quantize
 from scrimp.formats.hadamard import rotate
 from scrimp.gemm import Execution, PlannedLayer
-from scrimp.gemm.backends import BACKENDS
+from scrimp.gemm.backends.numba import NumbaBackend
 from scrimp.gemm.layer import Shard
 from scrimp.gemm.problem import AXES, Use, operands_of
 from scrimp.precision import GEMMS, OPERANDS
@@ -269,12 +269,16 @@ def squared_error(value: Tensor, use: Use) -> Tensor:
     """[K], |Q(A) - A|^2 of one operand by its index along the axis that the GEMM sums over."""
     if use.operand is None:
         return torch.zeros(value.shape[use.axis], device=value.device)
-    # Its numbers are the reference's, whom it asks where it has no kernel.
-    quantized = BACKENDS["numba"].prepare(value, use).quantized.dequantize()
-    if use.operand.hadamard:
-        rows, columns = value.shape
-        quantized = rotate(quantized, use.axis, inverse=True)[:rows, :columns]
-    return _squares_along(quantized.sub(value), use.axis)
+    if (kernels := NumbaBackend()).takes(value.device):
+        found = kernels.prepare(value, use).quantized.dequantize()
+        if use.operand.hadamard:
+            rows, columns = value.shape
+            found = rotate(found, use.axis, inverse=True)[:rows, :columns]
+    else:
+        found = fake_quantize(
+            value, use.operand, use.axis, noise=use.noise, reduce_amax=use.reduce_amax
+        ).dequantize()
+    return _squares_along(found.sub_(value), use.axis)
 
 
 def _squares_along(value: Tensor, axis: int) -> Tensor:

@@ -179,7 +179,7 @@ def reference_format(formats: tuple[str, ...]) -> int:
 
 def lowest_format(formats: Sequence[str]) -> str | None:
     """The candidate of fewest bits, the first of equals; None: nothing quantizes."""
-    low = min(formats, key=lambda name: recipe(name).bits)
+    low = min(formats, key=lambda name: recipe(name).bits, default=None)
     return None if low in HIGH_PRECISION else low
 
 
