@@ -37,7 +37,7 @@ from scrimp.statistics.structure import Structure
 
 Array = NDArray[np.float64]
 BRANCHES = 4
-"""Of a kind, whose layers run in the format."""
+"""How many branches of each kind run in the format."""
 
 
 def kinds_of(layers: Sequence[str], structure: Structure | None) -> list[list[list[int]]]:
