@@ -45,7 +45,7 @@ for call in (
 """
 
 
-def succeeds(script: str, **changes: str) -> None:
+def assert_succeeds(script: str, **changes: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | changes
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
@@ -55,15 +55,15 @@ def succeeds(script: str, **changes: str) -> None:
 
 @pytest.mark.slow
 def test_without_triton_a_kernel_is_refused_by_name() -> None:
-    succeeds(WITHOUT_TRITON)
+    assert_succeeds(WITHOUT_TRITON)
 
 
 @pytest.mark.slow
 def test_importing_the_gemms_and_the_kernels_package_imports_no_triton() -> None:
-    succeeds(IMPORT_ONLY)
+    assert_succeeds(IMPORT_ONLY)
 
 
 @pytest.mark.slow
 def test_a_tensor_on_the_cpu_is_refused_where_nothing_is_interpreted() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    succeeds(ON_CPU)
+    assert_succeeds(ON_CPU)
