@@ -358,9 +358,12 @@ def _shown(value: object) -> str:
 
 def _syntax(content: bytes | str, problem: Exception) -> str:
     """What is wrong with text that is not JSON, and in which line."""
-    if isinstance(problem, UnicodeError):
-        return "bytes that are not UTF-8"
     raw = content if isinstance(content, bytes) else content.encode(errors="replace")
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        # msgspec says so in ways that differ from version to version.
+        return "bytes that are not UTF-8"
     what, _, offset = str(problem).removeprefix("JSON is malformed: ").partition(" (byte ")
     if not offset:
         return f"{len(raw):,} bytes; {what[:1].lower()}{what[1:]}"

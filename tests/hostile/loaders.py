@@ -135,7 +135,13 @@ def _write_study(folder: Path) -> None:
                 ),
             )
     probe = Probe(
-        startup_seconds=1.0, step_seconds=0.5, host_bytes=9, device_bytes=0, micro_batch=4, data="b"
+        startup_seconds=1.0,
+        step_seconds=0.5,
+        host_bytes=9,
+        device_bytes=0,
+        micro_batch=4,
+        threads=1,
+        data="b",
     )
     (folder / LOOKS).write_text(json.dumps({"b": [{"steps": 8, "seeds": [0, 1]}]}))
     (folder / PROBES).write_text(json.dumps({"c": asdict(probe)}))
