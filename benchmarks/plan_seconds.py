@@ -224,7 +224,7 @@ def made_up_statistics(model: Any, formats: Sequence[str], seed: int = 3) -> Any
     import numpy as np
 
     from scrimp.models import full_name
-    from scrimp.planner.precision.profile import BatchStatistics, PrecisionProfile
+    from scrimp.planner.precision.profile import LOSS_PARTS, BatchStatistics, PrecisionProfile
 
     linears = [
         (full_name(at, one.name), one) for at, block in enumerate(model.blocks) for one in block.linears
@@ -241,6 +241,7 @@ def made_up_statistics(model: Any, formats: Sequence[str], seed: int = 3) -> Any
         **{name: draw(layers) for name in ("x", "w", "y", "g", "gx", "gw")},
         errors=errors,
         results=results,
+        losses=generator.normal(size=(layers, len(formats), LOSS_PARTS)),
         backward=draw(2, 2, weights, layers),
         forward=draw(2, 2, weights, layers),
         curvature=generator.normal(size=layers),

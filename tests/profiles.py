@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from scrimp.planner.precision.profile import BatchStatistics, PrecisionProfile
+from scrimp.planner.precision.profile import LOSS_PARTS, BatchStatistics, PrecisionProfile
 
 LAYERS = ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
 FORMATS = ("bf16", "fp8", "nvfp4")
@@ -31,11 +31,14 @@ def statistics(
     errors, results = draw(num_layers, 3, num_formats, 2), draw(num_layers, 3, num_formats, 2)
     errors[:, :, 0] = results[:, :, 0] = 0.0
     vectors = {name: draw(num_layers) for name in ("x", "w", "y", "g", "gx", "gw")}
+    losses = generator.normal(size=(num_layers, num_formats, LOSS_PARTS))
+    losses[:, 0] = 0.0
     return BatchStatistics(
         loss=float(draw(1)[0]),
         **vectors,
         errors=errors,
         results=results,
+        losses=losses,
         backward=draw(2, 2, num_weights, num_layers),
         forward=draw(2, 2, num_weights, num_layers),
         curvature=generator.normal(size=num_layers),

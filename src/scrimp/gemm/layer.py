@@ -269,7 +269,7 @@ def forward(
     y = backend.multiply("fprop", a, w, compute)
     if layer.is_watched:
         kept = (layer.uses("wgrad", now, saved)[1], layer.uses("wgrad", now)[1]) if keep_codes else None
-        _tell(layer, "fprop", backend, (x, weight), uses, y, kept)
+        _tell(layer, weight, "fprop", backend, (x, weight), uses, y, kept)
     return y, codes
 
 
@@ -322,7 +322,7 @@ def backward(
         w = weight_operand(weight, dtype, backend, uses[1], layer.product("dgrad"))
         grad_x = backend.multiply("dgrad", operand, w, compute)
         del operand, w, for_x  # before wgrad makes its own
-        _tell(layer, "dgrad", backend, (g, weight), uses, grad_x)
+        _tell(layer, weight, "dgrad", backend, (g, weight), uses, grad_x)
     if needs_weight:
         assert x is not None
         recipe, uses = layer.precision.wgrad, layer.uses("wgrad", now)
@@ -332,7 +332,7 @@ def backward(
         product = backend.weight_product(operand, b, compute, weight.dtype)
         if total is None or layer.is_watched:
             grad_weight = product.made()
-            _tell(layer, "wgrad", backend, (g, x), uses, grad_weight)
+            _tell(layer, weight, "wgrad", backend, (g, x), uses, grad_weight)
         if total is not None:
             total.add(product, grad_weight)
             grad_weight = None
@@ -394,6 +394,7 @@ def check_precision(precision: LinearPrecision, name: str) -> None:
 
 def _tell(
     layer: PlannedLayer,
+    weight: Tensor,
     gemm: str,
     backend: Backend,
     operands: tuple[Matrix, Matrix | QuantizedTensor],
@@ -406,5 +407,7 @@ def _tell(
         first, second = made(operands[0]), operands[1]
         second = second if isinstance(second, QuantizedTensor) else made(second)
         expert = 0 if layer.group is None else int(layer.name.rpartition(".")[2])
-        found = Execution(watched.name, gemm, recipe, backend.name, first, second, uses, result, expert, kept)
+        found = Execution(
+            watched.name, gemm, recipe, backend.name, weight, first, second, uses, result, expert, kept
+        )
         report(watched, found)

@@ -35,6 +35,8 @@ class Execution:
     gemm: str
     recipe: str
     backend: str
+    weight: Tensor
+    """W [O, I] of the layer, or of the expert, as it arrived."""
     a: Tensor
     """First operand as it arrived, a matrix."""
     b: Tensor | QuantizedTensor

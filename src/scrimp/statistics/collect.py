@@ -44,6 +44,7 @@ from scrimp.statistics.calibration import calibrated, kinds_of
 from scrimp.statistics.exact import Sites, exact_gains, watching_sites
 from scrimp.statistics.gains import CleanRun, Gains, Passes, by_blocks, by_ratios, of_layers, places
 from scrimp.statistics.inventory import Inventory
+from scrimp.statistics.loss_changes import LossChanges
 from scrimp.statistics.norms import NormWatch, WeightKey
 from scrimp.statistics.optimizer_view import OptimizerView
 from scrimp.statistics.ranks import ALONE, Ranks, in_model_order, local, settle
@@ -266,13 +267,20 @@ class _Measurement:
         self.start = ForwardState(self.subject.model, self.subject.planned)
         experts = self.experts_of
         watch = NormWatch(self.planned, self.formats, self.weight_errors, self.layers, self.ranks, experts)
+        changes = LossChanges(
+            {name: self.planned[name] for name in self.layers if name in self.planned},
+            self.formats,
+            self.ranks,
+        )
         with (
             observing(watch, plain=True, every_run=True),
+            observing(changes, plain=True, every_run=True),
             watching_sites(self.subject.model, tuple(experts), self.sites, self.ranks),
             self._recording(),
         ):
             loss = self._pass(batch)
         watch.join(self.whole)
+        losses = changes.join(self.layers)
         if not math.isfinite(loss):
             raise TrainingError("the loss of a statistics batch is not finite", got=loss)
         self._count_tokens(watch)
@@ -292,7 +300,7 @@ class _Measurement:
             self._refuse_idle(watch)
             self.last_gains = self._calibrated(self._gains(batch, watch, seed), batch, watch)
         self.clean = {}
-        return self._statistics(loss, watch, self.last_gains, moves, sizes)
+        return self._statistics(loss, watch, losses, self.last_gains, moves, sizes)
 
     def _count_tokens(self, watch: NormWatch) -> None:
         """Tokens of a batch, and how many experts of each layer one of them met."""
@@ -428,7 +436,7 @@ class _Measurement:
     # -- results -------------------------------------------------------------------------------
 
     def _statistics(
-        self, loss: float, watch: NormWatch, gains: Gains, moves: Array, sizes: Array
+        self, loss: float, watch: NormWatch, losses: Array, gains: Gains, moves: Array, sizes: Array
     ) -> BatchStatistics:
         def norms(name: str) -> Array:
             return np.array([math.sqrt(watch.squares[layer, name]) for layer in self.layers])
@@ -450,6 +458,7 @@ class _Measurement:
             gw=np.array([self.gradient_norms.get(name, 0.0) for name in weight_gradients]),
             errors=errors,
             results=results,
+            losses=losses,
             backward=gains.backward,
             forward=gains.forward,
             curvature=gains.curvature,

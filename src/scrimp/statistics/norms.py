@@ -269,6 +269,13 @@ def squared_error(value: Tensor, use: Use) -> Tensor:
     """[K], |Q(A) - A|^2 of one operand by its index along the axis that the GEMM sums over."""
     if use.operand is None:
         return torch.zeros(value.shape[use.axis], device=value.device)
+    return _squares_along(error_of(value, use), use.axis)
+
+
+def error_of(value: Tensor, use: Use) -> Tensor:
+    """Q(A) - A of one operand, in float32 and rotated back where it is rotated."""
+    if use.operand is None:
+        return torch.zeros_like(value, dtype=torch.float32)
     if (kernels := NumbaBackend()).takes(value.device):
         found = kernels.prepare(value, use).quantized.dequantize()
         if use.operand.hadamard:
@@ -278,7 +285,7 @@ def squared_error(value: Tensor, use: Use) -> Tensor:
         found = fake_quantize(
             value, use.operand, use.axis, noise=use.noise, reduce_amax=use.reduce_amax
         ).dequantize()
-    return _squares_along(found.sub_(value), use.axis)
+    return found.sub_(value)
 
 
 def _squares_along(value: Tensor, axis: int) -> Tensor:

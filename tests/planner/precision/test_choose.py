@@ -328,6 +328,7 @@ def test_ties_keep_the_current_plan() -> None:
         made,
         errors=flat,
         results=flat,
+        losses=np.zeros_like(made.batches[0].losses),
         forward=np.ones((2, 2, 6, 4)),
         backward=np.ones((2, 2, 6, 4)),
         sensitivity=np.ones((2, 6)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 
 import numpy as np
@@ -144,7 +145,7 @@ def test_costs_of_gemms_are_equation_8(given_profile: PrecisionProfile, weights:
 
 @FAST
 @given(profiles())
-def test_the_default_method_reads_measured_updates_for_each_kind_of_error(
+def test_the_default_method_reads_what_was_measured_of_updates_and_losses(
     given_profile: PrecisionProfile,
 ) -> None:
     (batch,) = given_profile.batches
@@ -159,7 +160,11 @@ def test_the_default_method_reads_measured_updates_for_each_kind_of_error(
         squares[2, own] = batch.sensitivity[1, own] ** 2 * (batch.results[n, 2, p] ** 2).sum()
         assert np.allclose(found.update[n, :, p], np.sqrt(squares.sum(1)))
         assert found.layer_update[n, p] == pytest.approx(float(np.sqrt(squares.sum(0)).sum()))
-        assert found.loss[n, p] == pytest.approx(Naive(given_profile, batch).ld(n, p))
+        parts = [float(part) for part in batch.losses[n, p]]
+        variance = len(parts) * statistics.variance(parts)  # of the sum of parts that are drawn like these
+        independent = (Naive(given_profile, batch).ld(n, p) * batch.loss) ** 2
+        expected = math.sqrt(max(sum(parts) ** 2, (variance + independent) / 2)) / abs(batch.loss)
+        assert found.loss[n, p] == pytest.approx(expected)
         e_f = math.hypot(*batch.results[n, 0, p])
         assert found.curvature[n, p] == pytest.approx(0.5 * e_f**2 * batch.curvature[n] / abs(batch.loss))
 
@@ -239,7 +244,8 @@ def test_the_parts_sum_up_to_the_costs() -> None:
 def test_where_nothing_diverges_nothing_costs() -> None:
     made = profile()
     quiet = np.zeros_like(made.batches[0].errors)
-    found = mean_divergence(with_statistics(made, errors=quiet, results=quiet))
+    still = np.zeros_like(made.batches[0].losses)
+    found = mean_divergence(with_statistics(made, errors=quiet, results=quiet, losses=still))
     assert (gemm_costs(made, found) == 0).all()
     assert (layer_costs(made, found) == 0).all()
 

@@ -16,7 +16,7 @@ from property_tests import examples
 from safetensors.numpy import load_file, save_file
 
 from scrimp.errors import PlanError
-from scrimp.planner.precision.profile import PrecisionProfile
+from scrimp.planner.precision.profile import VERSION, PrecisionProfile
 
 
 def assert_same(one: PrecisionProfile, other: PrecisionProfile) -> None:
@@ -81,7 +81,7 @@ def rewrite(path: Path, change: Any = None, drop: str = "", swap: dict[str, Any]
     """The same file with other facts or tensors."""
     made = PrecisionProfile.read(path)
     facts = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.name != "batches"}
-    facts |= {"version": 1, "batches": len(made.batches)}
+    facts |= {"version": VERSION, "batches": len(made.batches)}
     tensors = {name: value for name, value in load_file(path).items() if name != drop} | (swap or {})
     text = change(facts) if change else json.dumps(facts)
     save_file(tensors, path, metadata={"scrimp_profile": text})
@@ -116,8 +116,10 @@ def test_facts_that_do_not_fit_are_refused(path: Path, change: Any, message: str
 
 
 def test_another_version_is_named(path: Path) -> None:
-    rewrite(path, lambda facts: json.dumps({**facts, "version": 2}))
-    with pytest.raises(PlanError, match='has another version - got 2, expected "version": 1 - measure again'):
+    rewrite(path, lambda facts: json.dumps({**facts, "version": VERSION + 1}))
+    with pytest.raises(
+        PlanError, match=r"has another version - got \d+, expected \"version\": \d+ - measure again"
+    ):
         PrecisionProfile.read(path)
 
 

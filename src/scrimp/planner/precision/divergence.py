@@ -11,10 +11,16 @@ Method   Errors are taken as random and independent of what they meet. Local err
          That is SNIP's form, which spreads energy evenly over the summed index. The statistics also hold both terms
          summed index by index, as the tensors really are: the default (`Method.errors`).
 
-         Loss, relative: the deviation of its first-order change, and the mean of the second-order change::
+         Loss, relative: the size of its first-order change, as if errors were independent, and of the errors that
+         fprop really makes; and the mean of the second-order change::
 
-             LD  = sqrt((|gX| |eX|)^2 / numel X + (|gW| |eW|)^2 / numel W) / |Loss|
+             I   = sqrt((|gX| |eX|)^2 / numel X + (|gW| |eW|)^2 / numel W) / |Loss|
+             LD  = sqrt(max(D^2, (V + (I |Loss|)^2) / 2)) / |Loss|
              LD2 = e_f^2 (z'Hz / |z|^2) / 2 / |Loss|
+
+         SNIP has I. D is the sum of <G, E> over the batch's tokens, E the real error, and V the variance of such sums
+         by the spread of the batch's 16 parts (`scrimp.statistics.loss_changes`), which 15 degrees of freedom do not
+         tell well: I, which knows nothing of what tokens share, is as good a guess, and LD has the mean of both.
 
          Weights: gains F and B carry local errors to every weight k, c_k = lr s_k / |W_k| to its update. By default
          c_k F and c_k B are one measured number, the change of the update that the noise caused, and there are
@@ -50,7 +56,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scrimp.errors import PlanError
-from scrimp.planner.precision.profile import BatchStatistics, PrecisionProfile
+from scrimp.planner.precision.profile import LOSS_PARTS, BatchStatistics, PrecisionProfile
 from scrimp.precision import GEMMS, HIGH_PRECISION, OPERANDS, recipe
 
 Array = NDArray[np.float64]
@@ -93,19 +99,17 @@ class Method:
     """measured: the update that the noise really caused; rms: the gradient's gain times a mean sensitivity."""
     weight_errors: str = "shared"
     """shared: errors of W reach all tokens alike; tokens: they are taken as independent between tokens."""
+    losses: str = "real"
+    """real: by the errors that fprop makes of the batch; independent: errors are taken as independent of everything."""
 
 
-SNIP = Method("norms", "rms", "tokens")
+SNIP = Method("norms", "rms", "tokens", "independent")
 
 
 def divergence(profile: PrecisionProfile, batch: BatchStatistics, method: Method | None = None) -> Divergence:
     """All terms from the statistics of one batch."""
     method = method or Method()
-    outputs, inputs = (np.array(sizes, dtype=float) for sizes in zip(*profile.shapes, strict=True))
-    x_error, w_error = batch.errors[:, FPROP, :, 0], batch.errors[:, FPROP, :, 1]
-    of_x = (batch.gx[:, None] * x_error) ** 2 / (profile.rows * inputs)[:, None]
-    of_w = (batch.gw[:, None] * w_error) ** 2 / (outputs * inputs)[:, None]
-    loss = np.sqrt(of_x + of_w) / abs(batch.loss)
+    loss = np.sqrt(loss_squares(profile, batch, method)) / abs(batch.loss)
     errors = local_errors(profile, batch, method)
     e_f, e_w = (np.sqrt((errors[gemm] ** 2).sum(-1)) for gemm in (FPROP, WGRAD))
     curvature = 0.5 * e_f**2 * batch.curvature[:, None] / abs(batch.loss)
@@ -116,6 +120,23 @@ def divergence(profile: PrecisionProfile, batch: BatchStatistics, method: Method
     squares = by_forward + by_backward
     squares[list(profile.owners), np.arange(len(profile.layers))] += by_own
     return Divergence(loss, curvature, update, np.sqrt(squares).sum(0))
+
+
+def loss_squares(profile: PrecisionProfile, batch: BatchStatistics, method: Method | None = None) -> Array:
+    """[L, P] mean squares of the first-order change of the loss by fprop, in the loss's own units."""
+    method = method or Method()
+    _check("losses", method.losses, ("real", "independent"))
+    outputs, inputs = (np.array(sizes, dtype=float) for sizes in zip(*profile.shapes, strict=True))
+    x_error, w_error = batch.errors[:, FPROP, :, 0], batch.errors[:, FPROP, :, 1]
+    of_x = (batch.gx[:, None] * x_error) ** 2 / (profile.rows * inputs)[:, None]
+    of_w = (batch.gw[:, None] * w_error) ** 2 / (outputs * inputs)[:, None]
+    independent: Array = of_x + of_w
+    if method.losses == "independent":
+        return independent
+    change = batch.losses.sum(-1)
+    variance = LOSS_PARTS * batch.losses.var(-1, ddof=1)
+    real: Array = np.maximum(change**2, (variance + independent) / 2)
+    return real
 
 
 def _carried(gains: Array, errors: Array) -> Array:

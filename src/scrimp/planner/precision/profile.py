@@ -14,6 +14,7 @@ results      [L,3,P,2]  change of the GEMM's result by the error of each operand
 backward     [2,2,K,L]  gain B per change of gX_l: by errors of tokens (G) and of weights (W), which all tokens
                         share; of gW_k, and of the relative update of weight k
 forward      [2,2,K,L]  gain F per change of Y_l, likewise: by errors of X and of W
+losses       [L,P,16]   first-order change of the loss by fprop's real error, of each part of the tokens
 curvature    [L]        z' H z / |z|^2 of the loss along noise z in Y_l
 sensitivity  [2, K]     relative update of weight k per change of its gradient: by rms(h'), and for
                         changes that lie where its GEMM's errors lie
@@ -45,7 +46,9 @@ from scrimp.files import write_whole
 from scrimp.json_files import decode_json
 from scrimp.precision import GEMMS
 
-VERSION = 1
+VERSION = 2
+LOSS_PARTS = 16
+"""Parts of a batch's tokens that changes of the loss are summed over apart."""
 Array = NDArray[np.float64]
 
 
@@ -62,6 +65,7 @@ class BatchStatistics:
     gw: Array
     errors: Array
     results: Array
+    losses: Array
     backward: Array
     forward: Array
     curvature: Array
@@ -135,6 +139,7 @@ class PrecisionProfile(_Facts):
             **dict.fromkeys(("x", "w", "y", "g", "gx", "gw", "curvature"), (num_layers,)),
             "errors": (num_layers, len(GEMMS), len(self.formats), 2),
             "results": (num_layers, len(GEMMS), len(self.formats), 2),
+            "losses": (num_layers, len(self.formats), LOSS_PARTS),
             "backward": (2, 2, num_weights, num_layers),
             "forward": (2, 2, num_weights, num_layers),
             "sensitivity": (2, num_weights),
@@ -182,6 +187,7 @@ class PrecisionProfile(_Facts):
             for name in ("x", "w", "y", "g", "gx", "gw", "curvature"):
                 bad |= ~np.isfinite(getattr(batch, name))
             bad |= ~np.isfinite(batch.errors + batch.results).all(axis=(1, 2, 3))
+            bad |= ~np.isfinite(batch.losses).all(axis=(1, 2))
             bad |= ~np.isfinite(batch.backward).all(axis=(0, 1, 2))
             bad |= ~np.isfinite(batch.forward).all(axis=(0, 1, 2))
         return [layer for layer, is_bad in zip(self.layers, bad, strict=True) if is_bad]
@@ -198,7 +204,9 @@ class PrecisionProfile(_Facts):
             )
         index = [self.formats.index(name) for name in formats]
         batches = tuple(
-            dataclasses.replace(b, errors=b.errors[:, :, index], results=b.results[:, :, index])
+            dataclasses.replace(
+                b, errors=b.errors[:, :, index], results=b.results[:, :, index], losses=b.losses[:, index]
+            )
             for b in self.batches
         )
         return dataclasses.replace(self, formats=tuple(formats), batches=batches)
