@@ -44,7 +44,7 @@ from transformers import (
 
 import scrimp
 from scrimp.gemm import LinearPrecision, PlannedModel, swap_in
-from scrimp.planner.precision.divergence import Weights, mean_divergence
+from scrimp.planner.precision.divergence import Method, Weights, divergence, mean_divergence
 from scrimp.planner.precision.profile import PrecisionProfile
 from scrimp.precision import GEMMS
 
@@ -54,6 +54,7 @@ LR, WARM_UP, CLIP = 2e-3, 50, 1.0
 WIDTH, BLOCKS, HEADS, MLP = 192, 4, 6, 512
 STATISTICS, MEASURED, LOSS_BATCHES, AHEAD = 2, 1, 12, 20
 KEPT = "bf16"
+INDEPENDENT = Method(losses="independent")
 MODELS = ("llama", "qwen2", "gpt2")
 
 
@@ -156,6 +157,13 @@ class Bench:
             "loss": mean.loss[:, p].tolist(),
             "curvature": mean.curvature[:, p].tolist(),
         }
+        raw["statistics"] = [
+            {
+                "parts": (batch.losses[:, p] / batch.loss).tolist(),
+                "independent": divergence(self.profile, batch, INDEPENDENT).loss[:, p].tolist(),
+            }
+            for batch in self.profile.batches
+        ]
         return found | {"raw": raw | {"layers": self.layers}}
 
     def singles(self, planned: PlannedModel, batches: Sequence[Tensor]) -> tuple[Array, Array]:

@@ -13,6 +13,7 @@ from scrimp.gemm import observing, swap_in
 from scrimp.gemm.grouped import GroupedLinear
 from scrimp.gemm.layer import reference_only
 from scrimp.planner.precision.divergence import divergence
+from scrimp.statistics.loss_changes import LossChanges
 from scrimp.statistics.norms import NormWatch
 from scrimp.world import World
 
@@ -40,25 +41,28 @@ class Apart(nn.Module):
         return torch.cat([e(run) for e, run in zip(self.down, x.split(COUNTS), strict=True) if len(run)])
 
 
-def watched(model: nn.Module, weight: Tensor) -> NormWatch:
+def watched(model: nn.Module, weight: Tensor) -> tuple[NormWatch, dict[str, np.ndarray]]:
+    """What was seen of two micro-batches, and the changes of the loss by layer."""
     parameters = list(model.parameters())
     for parameter, part in zip(parameters, weight.split(len(weight) // len(parameters)), strict=True):
         parameter.data = part.clone()
     planned = swap_in(model, "fp32", seed=5, choose=reference_only)
     watch = NormWatch(planned.layers, FORMATS)
     generator = torch.Generator().manual_seed(1)
-    with observing(watch, plain=True, every_run=True):
+    changes = LossChanges(planned.layers, FORMATS)
+    with observing(watch, plain=True, every_run=True), observing(changes, plain=True, every_run=True):
         for _ in range(2):
             x = torch.randn(sum(COUNTS), INPUTS, generator=generator).requires_grad_()
             model(x).backward(torch.randn(sum(COUNTS), OUTPUTS, generator=generator))
     rows = EXPERTS * OUTPUTS if isinstance(model, Grouped) else OUTPUTS
     watch.join(dict.fromkeys(planned.layers, (rows, INPUTS)))
-    return watch
+    layers = list(planned.layers)
+    return watch, dict(zip(layers, changes.join(layers), strict=True))
 
 
 def test_experts_are_one_pool_and_those_without_tokens_count_as_the_others_do() -> None:
     weight = torch.randn(EXPERTS * OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(0))
-    pool, apart = watched(Grouped(), weight), watched(Apart(), weight)
+    (pool, pooled_changes), (apart, changes) = watched(Grouped(), weight), watched(Apart(), weight)
     assert pool.tokens["down"] == 2 * sum(COUNTS)
     busy = [f"down.{expert}" for expert, count in enumerate(COUNTS) if count]
     for name in ("x", "y", "g", "gx", "w"):
@@ -73,6 +77,8 @@ def test_experts_are_one_pool_and_those_without_tokens_count_as_the_others_do() 
         assert pool.errors["down", gemm, recipe, operand] == pytest.approx(wanted, rel=1e-5)
         wanted = sum(apart.results[key] for key in keys)
         assert pool.results["down", gemm, recipe, operand] == pytest.approx(wanted, rel=1e-5)
+    np.testing.assert_allclose(pooled_changes["down"], sum(changes[layer] for layer in busy), rtol=1e-5)
+    assert np.abs(pooled_changes["down"]).max() > 0
     shape = pool.error_shape("down")
     assert shape is not None
     assert float(shape.square().mean()) == pytest.approx(1.0)

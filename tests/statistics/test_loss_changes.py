@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import scrimp
 from scrimp.formats.hadamard import rotate
 from scrimp.gemm import PlannedLayer, PlannedModel, observing, swap_in
 from scrimp.gemm.layer import reference_only
@@ -20,6 +21,7 @@ from scrimp.gemm.problem import Use
 from scrimp.planner.precision.profile import LOSS_PARTS
 from scrimp.precision import LinearPrecision
 from scrimp.statistics.loss_changes import LossChanges
+from scrimp.statistics.ranks import Ranks
 
 INPUTS, WIDTH, CLASSES = 32, 48, 10
 RECIPES = ["bf16", "fp8", "nvfp4", "int8_hadamard"]
@@ -62,9 +64,10 @@ def differentiated(
     """[L, 16], derivatives of the loss in float64 by shares of the errors that are added to each layer's results."""
     found = np.zeros((len(model.layers), LOSS_PARTS))
     model = model.double()
-    for x, y in micro_batches(tokens):
+    for number, (x, y) in enumerate(micro_batches(tokens)):
         shares = torch.zeros(len(model.layers), LOSS_PARTS, dtype=torch.float64, requires_grad=True)
-        of_tokens = shares[:, torch.arange(len(x)) * LOSS_PARTS // len(x)]
+        pieces = torch.arange(len(x)) * LOSS_PARTS // len(x)
+        of_tokens = shares[:, (LOSS_PARTS * number + pieces) // len(tokens)]
         with ExitStack() as hooks:
             for layer, planned, share in zip(model.layers, layers.values(), of_tokens, strict=True):
                 hook = functools.partial(disturbed, planned, recipe, share)
@@ -131,3 +134,33 @@ def test_the_sum_foretells_what_the_format_does_to_the_loss() -> None:
         planned.replan({name: LinearPrecision("fp8", "fp32", "fp32", "fp32")})
         assert loss() - clean == pytest.approx(expected, rel=0.1, abs=1e-5)
         planned.replan({name: LinearPrecision.of("fp32")})
+
+
+def test_measuring_gives_the_changes_of_each_batch() -> None:
+    torch.manual_seed(2)
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    formats = ("nvfp4", "bf16", "fp8")
+    batches = list(micro_batches([64, 80]))
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    found = scrimp.measure(model, optimizer, batches, loss, formats=formats)
+    planned = swap_in(model, "fp32", choose=reference_only)
+    for batch, (x, y) in zip(found.batches, batches, strict=True):
+        changes = LossChanges(planned.layers, formats)
+        with observing(changes, plain=True):
+            loss(model, (x, y)).backward()
+        np.testing.assert_allclose(batch.losses, changes.join(found.layers), rtol=1e-4, atol=1e-7)
+        assert batch.losses[:, 0].all()
+        assert not batch.losses[:, 1].any()
+
+
+def test_micro_batches_of_ranks_lie_in_parts_one_behind_the_other() -> None:
+    ranks = [Ranks(data_size=2, data_rank=rank) for rank in range(2)]
+    found = [
+        list(ranks[draw % 2].parts(draw // 2, 3, 4)) for draw in range(6)
+    ]  # six micro-batches of four pieces
+    assert found == [[0, 0, 0, 0], [0, 0, 1, 1], [1, 1, 1, 1], [2, 2, 2, 2], [2, 2, 3, 3], [3, 3, 3, 3]]
+    assert list(Ranks().parts(0, 1, 4)) == [0, 1, 2, 3]

@@ -256,9 +256,7 @@ class NormWatch:
         layer, gemm, recipe, operand = key
         if (key, expert) in self._weight_errors:
             return self._weight_errors[key, expert]
-        planned = self._layers[layer]
-        if planned.members:
-            planned = planned.members[expert - self._ranks.experts.get(layer, (0, 0))[0]]
+        planned = self._ranks.member(self._layers[layer], expert)
         found = squared_error(value, planned.uses(gemm, planned.clock.now, recipe)[operand])
         if OPERANDS[gemm][operand] == "w":
             self._weight_errors[key, expert] = found

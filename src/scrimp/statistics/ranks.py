@@ -172,6 +172,18 @@ class Ranks:
         """How ranks share the tokens of what lies between layers."""
         return self.rows if self.tokens is None else self.tokens
 
+    def parts(self, micro_batch: int, micro_batches: int, count: int) -> NDArray[np.int64]:
+        """Which of `count` equal parts of the tokens of all ranks those of a micro-batch lie in, each `count`-th of its
+        own; equal on ranks that share its rows."""
+        sharing = 1 if self.rows is None else self.rows.size
+        pieces = self.draw(micro_batch) * count + np.arange(count)
+        found: NDArray[np.int64] = pieces // (micro_batches * (self.data_size // sharing))
+        return found
+
+    def member(self, layer: PlannedLayer, expert: int) -> PlannedLayer:
+        """The layer itself, or of a grouped one the expert of this number among those of all ranks."""
+        return layer.members[expert - self.experts.get(layer.name, (0, 0))[0]] if layer.members else layer
+
     def copies(self, shard: Shard | None = None) -> int:
         """Tensor-parallel ranks that hold the same of a tensor between layers.
 
