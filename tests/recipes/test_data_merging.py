@@ -75,16 +75,17 @@ def planted(trained: Sequence[float]) -> dict[str, list[float]]:
     return losses | {f"{a}+{b}": [loss] for (a, b), loss in zip(order, trained, strict=True)}
 
 
-def test_the_study_has_every_pair_once_by_merge_and_trained(study: Study) -> None:
+def test_the_study_has_every_mixture_once_by_merge_and_every_pair_trained(study: Study) -> None:
     mixtures = mixtures_of(study)
     expected = {
-        frozenset((f"stdlib:{one}", Fraction(1, len(chosen))) for one in chosen)
-        for chosen in [*((one,) for one in DOMAINS), *PAIRS]
+        frozenset((f"stdlib:{one}", Fraction(1, size)) for one in chosen)
+        for size in range(1, 6)
+        for chosen in itertools.combinations(DOMAINS, size)
     }
     for is_merge in (False, True):
         found = [mixtures[one.name] for one in study.variants if (one.combined is not None) == is_merge]
         assert len(found) == len(set(found))
-        assert set(found) == {one for one in expected if len(one) == 2 or not is_merge}
+        assert set(found) == {one for one in expected if (len(one) > 1 if is_merge else len(one) < 3)}
     assert study.trunk is not None
     for one in study.runs:  # two passes over each domain
         assert one.settings["train.steps"] * 2048 == 2 * 65536 * len(mixtures[one.name])
@@ -100,7 +101,27 @@ def test_a_planted_order_has_its_correlation(study: Study, order: list[int]) -> 
     assert line.startswith(f"stdlib:http: Spearman {rho:.2f} (")
     assert "of 10 mixtures, 1 seed" in line
     assert f"in the order of merges {' '.join(str(place + 1) for place in order)};" in line
-    assert line.endswith(f"chosen greedily stdlib:encodings+stdlib:pydoc_data, truly {order[0] + 1} of 10.")
+    assert f"by the mean of the domains' losses, without a merge, {rho:.2f};" in line
+    assert line.endswith(
+        f"chosen greedily stdlib:encodings+stdlib:pydoc_data, truly {order[0] + 1} of 10; of those chosen for 1 to 2 "
+        "domains stdlib:encodings has the lowest loss, 1.000."
+    )
+
+
+def test_what_the_domains_alone_foretell_is_said_beside_merges(study: Study) -> None:
+    """Merges are lowest where their domains are worst; of all five the merge is lowest."""
+    losses = planted([float(place) for place in range(10, 0, -1)])
+    losses |= {name: [20 - one[0]] for name, one in losses.items() if name.startswith("merge-")}
+    [all_of_them] = [one.name for one in study.variants if len(one.name.split("+")) == 5]
+    losses[all_of_them] = [0.5]
+    [line] = said(study, losses)
+    assert "Spearman 1.00 (" in line
+    assert "without a merge, -1.00;" in line
+    losses["merge-encodings+asyncio+xml"] = losses["merge-encodings+email+xml"] = [0.75]
+    losses["merge-encodings+asyncio+email+xml"] = [0.7]
+    [line] = said(study, losses)
+    assert "; of those chosen for 1 to 5 domains" in line
+    assert line.endswith("has the lowest loss, 0.500.")
 
 
 def test_equal_losses_share_their_rank(study: Study) -> None:
@@ -156,8 +177,10 @@ def test_of_runs_that_are_missing_nothing_is_said(study: Study, gone: str) -> No
 def test_where_losses_add_up_greedy_is_the_best_of_all(alone: list[int], largest: int) -> None:
     sizes = range(1, min(largest, len(alone)) + 1)
     losses = {frozenset(one): sum(one) for size in sizes for one in itertools.combinations(alone, size)}
-    most = max(map(len, losses))
-    assert greedy(losses) == min((one for one in losses if len(one) == most), key=losses.__getitem__)
+    path = greedy(losses)
+    assert path == [
+        min((one for one in losses if len(one) == size), key=losses.__getitem__) for size in sizes
+    ]
 
 
 def test_the_interval_is_wide_where_the_order_is_noise_and_a_point_where_it_holds() -> None:

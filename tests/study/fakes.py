@@ -64,7 +64,7 @@ class Watched:
     def __init__(self) -> None:
         self.started_jobs: list[Job] = []
         self.rows: list[Row] = []
-        self.gone: list[tuple[tuple[str, ...], int]] = []
+        self.gone: list[dict[str, int]] = []
 
     def started(self, job: Job) -> None:
         self.started_jobs.append(job)
@@ -75,8 +75,8 @@ class Watched:
     def ended(self, job: Job, row: Row) -> None:
         self.rows.append(row)
 
-    def dropped(self, variants: Collection[str], step: int) -> None:
-        self.gone.append((tuple(variants), step))
+    def dropped(self, ends: Mapping[str, int]) -> None:
+        self.gone.append(dict(ends))
 
 
 def write_finished(run: Path, steps: int, *, is_over: bool = True) -> None:

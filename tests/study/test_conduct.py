@@ -12,7 +12,9 @@ from fakes import PROBE, FakePlaces, Watched, row_for, study_of, write_finished
 from scrimp.errors import ConfigError, StorageError
 from scrimp.study.conduct import STUDY_FILE, begin, conduct, jobs_of, lock_folder
 from scrimp.study.definition import Study, parse_study
+from scrimp.study.estimate import steps_left
 from scrimp.study.job import Job, refuse_other_settings
+from scrimp.study.results import results_of
 from scrimp.study.rounds import is_finished, reached_round
 from scrimp.study.rows import append_row, read_rows
 
@@ -267,7 +269,7 @@ def test_halving_keeps_the_best_and_the_control(tmp_path: Path) -> None:
     study = study_of("abcde", seeds=2, tail="[halving]\nfactor = 2\nrounds = 2\n")
     watched = run(study, tmp_path, FakePlaces(study, loss))
     # a is the control; of b, c, d, e the better half goes on, then the better one of these.
-    assert watched.gone == [(("b", "d"), 2), (("e",), 4)]
+    assert watched.gone == [{"b": 2, "d": 2}, {"e": 4}]
     ends = {(row.variant, row.steps) for row in watched.rows}
     assert ends == {*((name, 2) for name in "abcde"), *((name, 4) for name in "ace"), ("a", 8), ("c", 8)}
     assert [one.stops_there for one in watched.started_jobs] == [True] * 16 + [False] * 4
@@ -278,12 +280,31 @@ def test_halving_keeps_the_best_and_the_control(tmp_path: Path) -> None:
     assert run(study, tmp_path, FakePlaces(study, loss)).started_jobs == []
 
 
+def test_halving_ends_rounds_at_the_same_share_of_each_variants_steps(tmp_path: Path) -> None:
+    """c has a quarter of the steps: it is compared with the control where as large a share of both is over."""
+    study = study_of("abcd", seeds=1, tail="[halving]\nfactor = 2\nrounds = 1\n")
+    short = {name: 2 if name == "c" else 8 for name in "abcd"}
+    variants = [
+        replace(one, settings=one.settings | {"train.steps": short[one.name]}) for one in study.variants
+    ]
+    study = replace(study, variants=tuple(variants))
+    found = {("a", 4): 3.0, ("b", 4): 2.9, ("c", 1): 2.5, ("d", 4): 3.5, ("a", 8): 2.0, ("b", 8): 2.1}
+    watched = run(study, tmp_path, FakePlaces(study, lambda job: found.get((job.variant, job.steps), 1.5)))
+    assert watched.gone == [{"d": 4}]
+    assert {(row.variant, row.steps) for row in watched.rows} == {*found, ("c", 2)}
+    (outcome,) = [one for one in results_of(study, read_rows(tmp_path)).outcomes if one.name == "c"]
+    assert outcome.comparison is not None
+    assert outcome.comparison.differences == {0: -0.5}
+    assert outcome.relative == pytest.approx(-0.5 / 2.0)
+    assert steps_left(study, {}) == (7, 8 + 8 + 2 + 4)
+
+
 def test_halving_lets_variants_that_fail_go_first(tmp_path: Path) -> None:
     study = study_of("abc", seeds=2, tail="[halving]\n")
     watched = run(
         study, tmp_path, FakePlaces(study, lambda job: None if job.name == "c-seed1" else loss(job))
     )
-    assert watched.gone == [(("c",), 4)]
+    assert watched.gone == [{"c": 4}]
 
 
 def test_halving_ranks_differences_by_differences_alone(tmp_path: Path) -> None:
@@ -291,7 +312,7 @@ def test_halving_ranks_differences_by_differences_alone(tmp_path: Path) -> None:
     found = {"a0": 3.0, "b1": 1.5, "c0": 5.0, "d0": 3.5, "d1": 3.5}
     study = study_of("abcd", seeds=2, tail="[halving]\n")
     watched = run(study, tmp_path, FakePlaces(study, lambda job: found.get(f"{job.variant}{job.seed}")))
-    assert watched.gone == [(("b",), 4)]
+    assert watched.gone == [{"b": 4}]
 
 
 def test_a_folder_is_of_one_study_at_a_time(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_study_that_was_killed_decides_the_same_again(
         return watched
 
     whole = run(tmp_path / "whole", 0)
-    assert whole.gone == [(("b", "e"), 2), (("d",), 4)]
+    assert whole.gone == [{"b": 2, "e": 2}, {"d": 4}]
     for killed_at in (4, 11, 14, 18):
         folder = tmp_path / str(killed_at)
         with pytest.raises(KeyboardInterrupt):

@@ -33,13 +33,14 @@ def test_a_log_has_a_line_for_each_run_and_one_now_and_then() -> None:
         lines.ended(job("a"), row_for(STUDY, "a", 0, 2.5, seconds=61.0))
         lines.started(job("b"))
         lines.ended(job("b"), row_for(STUDY, "b", 0, None))
-        lines.dropped(["b"], 8)
-        lines.dropped([], 8)
+        lines.dropped({"b": 8, "c": 2, "d": 8})
+        lines.dropped({})
     assert log.getvalue().splitlines() == [
         "0/3 runs done; a-seed0 step 4/8; about 2m 30s left",
         "[1/3] a-seed0: held-out loss 2.5000, 1m 01s",
         "[2/3] b-seed0: failed: it broke",
-        "dropped after step 8: b",
+        "dropped after step 2: c",
+        "dropped after step 8: b, d",
     ]
 
 

@@ -21,6 +21,7 @@ from scrimp.config import (
     TrainConfig,
     replace_values,
 )
+from scrimp.data import load_tokenizer
 from scrimp.errors import ConfigError, DataError, PlanError
 from scrimp.training import setup
 from scrimp.training.run_data import open_run_corpus
@@ -138,8 +139,10 @@ def test_a_dry_run_refuses_what_a_run_would(config: Config, tmp_path: Path) -> N
     assert decisions.reasons["data.tokenizer"] == "the one that the shards were made with"
     with pytest.raises(DataError, match="made with another tokenizer"):
         decide(with_data(ready, tokenizer="bytes"))
-    with pytest.raises(ConfigError, match="no effect on a ready tokenizer"):
-        decide(with_data(ready, vocab_size=500))
+    entries = load_tokenizer(shards / "tokenizer").vocab_size
+    with pytest.raises(ConfigError, match="the tokenizer has more entries"):
+        decide(with_data(ready, vocab_size=entries - 1))
+    assert decide(with_data(ready, vocab_size=entries)).config.data.vocab_size == entries
 
 
 @pytest.mark.parametrize(
@@ -166,3 +169,23 @@ def test_a_run_on_the_first_tokens_reads_no_others(
     whole = open_run_corpus(replace_values(config, {"data.tokens": None}), ALONE).train
     assert few.num_tokens == 65 < whole.num_tokens
     assert few.read(0, 65).tolist() == whole.read(0, 65).tolist()
+
+
+def test_a_size_that_the_tokenizer_of_the_weights_keeps_is_no_contradiction(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A recipe sets the size for its first run, and another run goes on from that one by the same file."""
+    small = ["--model.num-layers=1", "--model.width=32", "--model.num-heads=2", "--train.sequence=16"]
+    small += ["--model.num-kv-heads=1", "--model.ffn-width=32", "--train.batch-tokens=64", "--device=cpu"]
+    data = [f"--data.source={config.data.source}", f"--data.cache={config.data.cache}", "--data.held-out=0"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    command = ["train", *small, *data, "--data.vocab-size=300"]
+    after = [*command, f"--model.weights={first}", f"--run.dir={second}", "--train.steps=2"]
+    assert main([*command, f"--run.dir={first}", "--train.steps=2"]) == 0
+    assert main(after) == 0
+    assert main([*after, "--resume"]) == 0
+    entries = load_tokenizer(first / "tokenizer").vocab_size
+    assert load_tokenizer(second / "tokenizer").vocab_size == entries <= 300
+    third = [f"--run.dir={tmp_path / 'third'}", f"--data.vocab-size={entries - 1}"]
+    assert main([*after, *third]) == 2
+    assert f"more entries than data.vocab_size\n  got      {entries} in" in capsys.readouterr().err

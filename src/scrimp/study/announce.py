@@ -71,11 +71,10 @@ def _runs(study: Study) -> list[str]:
     if needing:
         lines.append("made of other runs of their seed: " + "; ".join(needing))
     if study.halving is not None:
-        ends = study.halving.steps(max(each))
+        first, *ends = study.ends_in_words(study.halving)
         lines.append(
-            f"halving by {ranked_by(study)}: all run to step {ends[0]:,}; "
-            f"one of {study.halving.factor} goes on to step "
-            + ", then to ".join(f"{end:,}" for end in ends[1:])
+            f"halving by {ranked_by(study)}: all run to {first}; "
+            f"one of {study.halving.factor} goes on to " + ", then to ".join(ends)
         )
     return lines
 

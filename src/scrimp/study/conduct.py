@@ -54,8 +54,8 @@ class Watcher(Protocol):
         """A run ended, well or with an error."""
         ...
 
-    def dropped(self, variants: Collection[str], step: int) -> None:
-        """A round ended, and these do not go on."""
+    def dropped(self, ends: Mapping[str, int]) -> None:
+        """A round ended, and these variants do not go on from the steps that they have reached."""
         ...
 
 
@@ -137,9 +137,7 @@ def conduct(
         before: Round | None = None
         for now in rounds(study, rows):
             if before is not None and not before.ends_runs:
-                watcher.dropped(
-                    [name for name in before.steps if name not in now.steps], max(before.steps.values())
-                )
+                watcher.dropped({name: end for name, end in before.steps.items() if name not in now.steps})
             jobs = jobs_of(study, now, folder, probes, at_once=places.count, trusts=trusts)
             _run(_waiting(jobs, rows, retried), folder, rows, places, watcher)
             before = now

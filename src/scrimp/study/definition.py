@@ -99,7 +99,10 @@ _SIZES_OF_BATCHES: Final = ("train.batch_tokens", "train.sequence")
 
 @dataclass(frozen=True)
 class Halving:
-    """After each of `rounds` rounds one of `factor` variants goes on; the rounds grow by that factor."""
+    """After each of `rounds` rounds one of `factor` variants goes on; the rounds grow by that factor.
+
+    A round ends at the same share of each variant's steps, so that runs of other batch sizes may have read as much.
+    """
 
     factor: int
     rounds: int
@@ -256,6 +259,18 @@ class Study(_Head):
         for name in variant.needs:
             settings[f"run:{name}"] = self.digest(self.named(name), seed)
         return digest_of(settings)
+
+    def step_of_control(self, variant: str, step: int) -> int:
+        """Where the control stands when a variant's round of halving ends at a step."""
+        steps, of_control = (self.named(name).settings["train.steps"] for name in (variant, self.control))
+        return step * int(of_control) // int(steps)
+
+    def ends_in_words(self, halving: Halving) -> list[str]:
+        """Where rounds end, as a step of all variants or as a share of each one's."""
+        if self.shares_steps:
+            return [f"step {end:,}" for end in halving.steps(self.variants[0].settings["train.steps"])]
+        shares = [halving.factor**left for left in range(halving.rounds, 0, -1)]
+        return [*(f"1/{share} of their steps" for share in shares), "their end"]
 
     def origin_of(self, variant: Variant) -> Variant:
         """The run that a chain of runs which go on from one another begins with."""

@@ -241,17 +241,17 @@ def _ends(study: Study) -> list[tuple[Variant, list[int]]]:
         return [(one, [steps_of(one)]) for one in [*([study.trunk] if study.trunk else []), *least]]
     if study.halving is None:
         return [(one, [steps_of(one)]) for one in study.runs_of_a_seed if one.combined is None]
-    ends = study.halving.steps(steps_of(study.variants[0]))
     counts = [len(study.others)]
-    for _ in ends[1:]:
+    for _ in range(study.halving.rounds):
         counts.append(survivors(counts[-1], study.halving.factor))
+    ends = {one.name: study.halving.steps(steps_of(one)) for one in study.variants}
     trunk = [] if study.trunk is None else [(study.trunk, [steps_of(study.trunk)])]
     return trunk + [
         (
             one,
-            ends
+            ends[one.name]
             if one.name == study.control
-            else [end for end, most in zip(ends, counts, strict=True) if place < most],
+            else [end for end, most in zip(ends[one.name], counts, strict=True) if place < most],
         )
         for place, one in enumerate(sorted(study.variants, key=lambda one: one.name == study.control))
     ]

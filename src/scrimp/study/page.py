@@ -148,8 +148,8 @@ def _header(results: Results) -> Markup:
 
 
 def _rounds(study: Study, halving: Halving) -> str:
-    ends = " and ".join(f"{end:,}" for end in halving.steps(steps_of(study.variants[0]))[:-1])
-    return f"after step {ends} one of {halving.factor} goes on, ranked by {ranked_by(study)}"
+    ends = " and ".join(study.ends_in_words(halving)[:-1])
+    return f"after {ends} one of {halving.factor} goes on, ranked by {ranked_by(study)}"
 
 
 def _begin(results: Results) -> str:

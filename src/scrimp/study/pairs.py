@@ -72,8 +72,8 @@ def _beside_control(
 ) -> Iterator[tuple[Row, Row]]:
     """The row of a variant and that of the control, of each seed that has both."""
     at = compared_step(study, rows, variant) if step is None else step
-    is_same_step = step is not None or study.halving is not None
-    at_of_control = at if is_same_step else last_steps(rows, study.control)
+    is_round = study.halving is not None
+    at_of_control = study.step_of_control(variant, at) if is_round else last_steps(rows, study.control)
     for seed in seeds_of(study, rows):
         mine, control = rows.get((variant, seed, at)), rows.get((study.control, seed, at_of_control))
         if mine is not None and control is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from rich.console import Console
@@ -84,10 +84,11 @@ class StudyProgress:
             self._made += max(0, step - first)
             self._steps -= job.steps - step
 
-    def dropped(self, variants: Collection[str], step: int) -> None:
-        """A round ended, and these do not go on."""
-        if variants:
-            self._print(f"dropped after step {step:,}: {', '.join(variants)}")
+    def dropped(self, ends: Mapping[str, int]) -> None:
+        """A round ended, and these variants do not go on from the steps that they have reached."""
+        for step in sorted(set(ends.values())):
+            names = [name for name, end in ends.items() if end == step]
+            self._print(f"dropped after step {step:,}: {', '.join(names)}")
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:

@@ -161,7 +161,7 @@ def _outcome(
             matters=study.matters,
             next_confidence=confidence_of(study.confidence_of_each, earlier + 1),
         )
-    control = _control_mean(study, rows, comparison, steps)
+    control = _control_mean(study, rows, comparison, name)
     relative = comparison.mean / control if comparison and comparison.mean is not None and control else None
     return Outcome(
         name=name,
@@ -179,10 +179,12 @@ def _outcome(
 
 
 def _control_mean(
-    study: Study, rows: Mapping[Key, Row], comparison: Comparison | None, steps: int
+    study: Study, rows: Mapping[Key, Row], comparison: Comparison | None, name: str
 ) -> float | None:
-    """The mean figure of the control's runs that are part of the pairs."""
-    at = steps if study.halving is not None else last_steps(rows, study.control)
+    """The mean figure of the control's runs that are part of a variant's pairs."""
+    at = last_steps(rows, study.control)
+    if study.halving is not None:
+        at = study.step_of_control(name, compared_step(study, rows, name))
     seeds = comparison.differences if comparison else {}
     found = [figure_of(study, rows[study.control, seed, at]) for seed in seeds]
     values = [value for value in found if value is not None]

@@ -1,9 +1,9 @@
 """The rounds of a study: which variants run to which step, by the rows of the rounds before.
 
-Usually there is one. With halving a round ends at a step; the best by mean difference from the control, or by what
-they show early (`scrimp.study.early`), go on, and the control with them. A descent (`scrimp.study.descent`) has a round
-for each place and setting: the variant there and its neighbours. What is done follows from rows alone, so that a study
-that was killed decides the same again.
+Usually there is one. With halving a round ends at a share of each variant's steps; the best by mean difference from the
+control, or by what they show early (`scrimp.study.early`), go on, and the control with them. A descent
+(`scrimp.study.descent`) has a round for each place and setting: the variant there and its neighbours. What is done
+follows from rows alone, so that a study that was killed decides the same again.
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ def _at(study: Study, descent: Descent, points: Sequence[Point]) -> Round:
 
 
 def _halved(study: Study, halving: Halving, rows: Mapping[Key, Row]) -> Iterator[Round]:
-    variants, ends = study.variants, halving.steps(steps_of(study.variants[0]))
-    for end in ends:
-        yield Round(variants, dict.fromkeys((one.name for one in variants), end), end == ends[-1])
+    variants = study.variants
+    ends = {one.name: halving.steps(steps_of(one)) for one in variants}
+    for number in range(halving.rounds + 1):
+        steps = {one.name: ends[one.name][number] for one in variants}
+        yield Round(variants, steps, number == halving.rounds)
         others = [one for one in variants if one.name != study.control]
-        scores = _scores(study, halving, rows, [one.name for one in others], end)
+        scores = _scores(study, halving, rows, {one.name: steps[one.name] for one in others})
         ranked = sorted(others, key=lambda one: scores[one.name])
         kept = {one.name for one in ranked[: survivors(len(others), halving.factor)]} | {study.control}
         variants = tuple(one for one in variants if one.name in kept)
@@ -115,12 +117,16 @@ def _keys(study: Study, now: Round) -> list[Key]:
 
 
 def _scores(
-    study: Study, halving: Halving, rows: Mapping[Key, Row], names: Sequence[str], step: int
+    study: Study, halving: Halving, rows: Mapping[Key, Row], steps: Mapping[str, int]
 ) -> dict[str, tuple[int, float]]:
-    """By variant a key that ranks them, the best first: runs that failed, then what the study ranks by."""
+    """By variant a key that ranks them, the best first: runs that failed, then what the study ranks by.
+
+    Args:
+        steps: where each variant's round ends.
+    """
     if halving.by == "figure":
-        return _mean_figures(study, rows, names, step)
-    signals = {name: _signals(study, rows, name, step) for name in names}
+        return _mean_figures(study, rows, steps)
+    signals = {name: _signals(study, rows, name, step) for name, step in steps.items()}
     scores = early_scores(signals)
     return {
         name: (len(study.seeds) - len(found), scores.get(name, math.inf)) for name, found in signals.items()
@@ -131,7 +137,8 @@ def _signals(study: Study, rows: Mapping[Key, Row], variant: str, step: int) -> 
     """By seed, what runs show that did not fail, and have read what the control has."""
     found = {}
     for seed in study.seeds:
-        row, control = rows.get((variant, seed, step)), rows.get((study.control, seed, step))
+        row = rows.get((variant, seed, step))
+        control = rows.get((study.control, seed, study.step_of_control(variant, step)))
         if row is None or (control is not None and read_other_data(row, control)):
             continue
         if (signal := signal_of(row)) is not None:
@@ -140,15 +147,17 @@ def _signals(study: Study, rows: Mapping[Key, Row], variant: str, step: int) -> 
 
 
 def _mean_figures(
-    study: Study, rows: Mapping[Key, Row], names: Sequence[str], step: int
+    study: Study, rows: Mapping[Key, Row], steps: Mapping[str, int]
 ) -> dict[str, tuple[int, float]]:
     """By variant, runs that failed, and the mean difference from the control; infinite where there is none."""
-    found = {name: differences(study, rows, name, step) for name in names}
+    found = {name: differences(study, rows, name, step) for name, step in steps.items()}
     found = {name: {seed: one[seed] for seed in study.seeds if seed in one} for name, one in found.items()}
     if not any(found.values()):  # a control that failed: the figures themselves
-        found = {name: _figures_of(study, rows, name, step) for name in names}
+        found = {name: _figures_of(study, rows, name, step) for name, step in steps.items()}
     ended = {key for key, row in rows.items() if row.error is None}
-    failed = {name: sum((name, seed, step) not in ended for seed in study.seeds) for name in names}
+    failed = {
+        name: sum((name, seed, end) not in ended for seed in study.seeds) for name, end in steps.items()
+    }
     return {
         name: (failed[name], statistics.fmean(one.values()) if one else math.inf)
         for name, one in found.items()

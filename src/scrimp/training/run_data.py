@@ -83,10 +83,7 @@ def decide_tokenizer(config: Config, architecture: Architecture) -> tuple[Config
                 expected="a tokenizer.json: the weights mean nothing to another tokenizer's ids",
                 do="save the model's tokenizer there with transformers, or name one with --data.tokenizer",
             )
-        data, reasons["data.tokenizer"] = (
-            replace(data, tokenizer=str(folder)),
-            f"the tokenizer of {key}",
-        )
+        data, reasons["data.tokenizer"] = replace(data, tokenizer=str(folder)), f"the tokenizer of {key}"
     elif data.tokenizer == "auto":
         text = "the text of all sources" if data.mixed else "the corpus"
         data, reasons["data.tokenizer"] = replace(data, tokenizer="bpe"), f"trained on {text}"
@@ -138,16 +135,21 @@ def shards_of(data: DataConfig) -> Path | None:
 
 
 def _refuse_vocabulary_size(config: Config) -> None:
-    """Refuse a size for a tokenizer that is there already."""
-    data = config.data
-    if data.vocab_size is not None:
+    """Refuse a size that the ready tokenizer does not keep.
+
+    Another is no contradiction: a recipe sets one for its first run, whose tokenizer the next one goes on with.
+    """
+    data, shards = config.data, shards_of(config.data)
+    if data.vocab_size is None:
+        return
+    name = shards / TOKENIZER if shards is not None and data.tokenizer == "auto" else data.tokenizer
+    entries = load_tokenizer(name).vocab_size
+    if entries > data.vocab_size:
         raise ConfigError(
-            "data.vocab_size has no effect on a ready tokenizer",
-            got=f"{data.vocab_size} beside "
-            + (
-                "shards, which have theirs" if data.tokenizer == "auto" else f"the tokenizer {data.tokenizer}"
-            ),
-            do="leave it out, or set --data.tokenizer bpe to train one on a text",
+            "the tokenizer has more entries than data.vocab_size",
+            got=f"{entries:,} in {name}",
+            expected=f"at most {data.vocab_size:,}",
+            do="leave data.vocab_size out, or set --data.tokenizer bpe to train one on a text",
         )
 
 

@@ -161,6 +161,30 @@ def test_what_cannot_be_measured_is_refused(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["--objective.name=sft", "--data.source=stdlib-signatures"], ""),
+        (["--adapter.rank=4"], "precision snip is not carried out beside adapters"),
+    ],
+)
+def test_another_run_from_the_weights_is_planned_as_it_would_be_trained(
+    run_dir: Path, words: list[str], refused: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no checkpoint to measure, and is refused in training's own words."""
+    words = [f"--model.weights={run_dir}", "--precision=snip", "--data.tokenizer=auto", *words]
+    words += ["--data.held-out=0.1", "--train.steps=2", "--train.sequence=64", "--train.batch-tokens=512"]
+    code = 2 if refused else 0
+    assert main(["train", *words, f"--run.dir={tmp_path / 'run'}"]) == code
+    told = capsys.readouterr().err
+    assert refused in told
+    assert main(["plan", *words]) == code
+    planned = capsys.readouterr()
+    assert "precision after step" not in planned.out
+    if refused:
+        assert planned.err == told
+
+
 def test_a_plan_can_be_written_only_where_one_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,12 +10,13 @@ Method   One seed model learns from a bit of everything. From it one model goes 
          These losses are not those of models that were trained on the mixtures; their order is. n runs take the place
          of one for each mixture, and a further domain costs one. Domains of several units are averages of averages, by
          their units: a uniform average of all, or one with weights (`merge = {a = 2, b = 1}`, docs/studies.md).
-Study    `scrimp study recipe:data-merging`: five packages of the standard library, all ten pairs, by merges and by
-         models that were truly trained on them, on eight held-out texts: those of the domains, and three that nobody
-         trains on. What a variant is made of, its `data.mix` and `merge` say, not its name.
-         Said of each text: Spearman's correlation of the two losses over the mixtures, with an interval by a bootstrap
-         of mixtures and seeds, and Pearson's; which rank the mixtures truly have in the order that merges give them;
-         and where the one that merges choose greedily, a domain at a time, lies among the trained ones of its size.
+Study    `scrimp study recipe:data-merging`: five packages of the standard library, all mixtures by merges and the ten
+         pairs also by models that were truly trained on them, on eight held-out texts: those of the domains, and three
+         that nobody trains on. What a variant is made of, its `data.mix` and `merge` say, not its name.
+         Said of each text: Spearman's correlation of the two losses over the pairs, with an interval by a bootstrap
+         of mixtures and seeds, and Pearson's; what the mean of the domains' own losses correlates, which needs no
+         merge; which rank the mixtures truly have in the order that merges give them; and what merges choose greedily,
+         a domain at a time: where its pair lies among the trained ones, and how many domains have the lowest loss.
 Limits   Mixtures share domains, so that they are no independent draws: the interval is narrower than it should be.
          On a domain's own text, mixtures with it and without are far apart, and any score tells these: texts of nobody
          are the harder test. Runs must go on from one seed model: averages of models that do not mean nothing.
@@ -107,13 +108,14 @@ def mixtures_of(study: Study) -> dict[str, Shares]:
     return found
 
 
-def greedy(losses: Mapping[frozenset[Domain], float]) -> frozenset[Domain]:
-    """Forward selection: the best domain alone, and again and again the one beside which the loss is least, as long as
+def greedy(losses: Mapping[frozenset[Domain], float]) -> list[frozenset[Domain]]:
+    """Forward selection: the best domain alone, then with the one beside which the loss is least, and so on, as long as
     there are losses of larger sets."""
+    path: list[frozenset[Domain]] = []
     chosen: frozenset[Domain] = frozenset()
     while larger := [one for one in losses if len(one) == len(chosen) + 1 and chosen < one]:
-        chosen = min(larger, key=losses.__getitem__)
-    return chosen
+        path.append(chosen := min(larger, key=losses.__getitem__))
+    return path
 
 
 def interval(merged: Floats, trained: Floats) -> tuple[float, float]:
@@ -159,9 +161,23 @@ def _of_text(scores: Scores) -> str:
     seeds = tables[0].shape[1]
     return (
         f"Spearman {spearman(x, y):.2f} ({low:.2f} to {high:.2f}), Pearson {pearson(x, y):.2f} of {len(order)} "
-        f"mixtures, {seeds} {'seed' if seeds == 1 else 'seeds'}; true ranks in the order of merges {ranks}; "
-        f"chosen greedily {_chosen(scores)}."
+        f"mixtures, {seeds} {'seed' if seeds == 1 else 'seeds'}; {_unmerged(scores, order, y)}true ranks in the order "
+        f"of merges {ranks}; chosen greedily {_chosen(scores)}."
     )
+
+
+def _unmerged(scores: Scores, order: Sequence[Shares], trained: Sequence[float]) -> str:
+    """What is foretold without a merge: by the mean of the losses of a mixture's domains, by their shares."""
+    alone = {
+        name: statistics.fmean(found)
+        for one, found in scores.merged.items()
+        if len(one) == 1
+        for name, _ in one
+    }
+    if any(name not in alone for one in order for name, _ in one):
+        return ""
+    means = [sum(float(share) * alone[name] for name, share in one) for one in order]
+    return f"by the mean of the domains' losses, without a merge, {spearman(means, trained):.2f}; "
 
 
 def _chosen(scores: Scores) -> str:
@@ -171,8 +187,13 @@ def _chosen(scores: Scores) -> str:
         if len({share for _, share in one}) == 1
     }
     losses = {names: statistics.fmean(scores.merged[one]) for names, one in uniform.items()}
-    chosen = uniform.get(greedy(losses), frozenset())
-    if chosen not in scores.trained:
+    path = greedy(losses)
+    trained = [one for one in path if len(one) > 1 and uniform[one] in scores.trained]
+    if not trained:
         return "nothing that a run was trained on"
-    rank, count = scores.true_rank(chosen)
-    return f"{'+'.join(labels_of(sorted(name for name, _ in chosen)))}, truly {rank} of {count}"
+    chosen, best = trained[-1], min(path, key=losses.__getitem__)
+    rank, count = scores.true_rank(uniform[chosen])
+    return (
+        f"{'+'.join(labels_of(sorted(chosen)))}, truly {rank} of {count}; of those chosen for 1 to {len(path)} domains "
+        f"{'+'.join(labels_of(sorted(best)))} has the lowest loss, {losses[best]:.3f}"
+    )

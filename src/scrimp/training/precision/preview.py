@@ -1,6 +1,7 @@
 """`scrimp plan --precision snip` on a run: measure its newest checkpoint, and show the plan that this gives.
 
-The run is not touched. Its own settings count (data, batch, optimizer) but for those that the user gives now.
+The run is not touched. Its own settings count (data, batch, optimizer) but for those that the user gives now. With
+another objective, or adapters, the user means a run that begins from this one's weights: that has no checkpoint yet.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from scrimp.training.trained_weights import checkpoint_of, is_run
 
 _OF_ITS_OWN = frozenset({"model.weights", "run.dir"})
 """What the user gives to name the run, not to change it."""
+_OF_ANOTHER_RUN = ("objective.", "adapter.")
+"""What a run that was trained cannot change any more."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Preview:
 
 
 def preview(config: Config, given: Collection[str], target: ExportTarget | None = None) -> Preview | None:
-    """Measure and plan; None where model.weights names no run with a checkpoint.
+    """Measure and plan; None where model.weights names no run with a checkpoint, or the settings are of another run.
 
     Args:
         target: the trainer that the plan is to run in; None: this one.
@@ -64,6 +67,11 @@ def preview(config: Config, given: Collection[str], target: ExportTarget | None 
     checkpoint = checkpoint_of(folder)
     saved, now = saved_config(folder), flatten(config)
     changes = {key: now[key] for key in given if key not in _OF_ITS_OWN}
+    before = flatten(saved)
+    if any(key.startswith(_OF_ANOTHER_RUN) and value != before[key] for key, value in changes.items()):
+        return None
+    if changes.get("data.tokenizer") == "auto":
+        del changes["data.tokenizer"]  # the run has decided it
     if any(f"budget.{name}" in given for name in BUDGETS):
         # One budget takes the place of another, and is no second one.
         saved = dataclasses.replace(saved, budget=dataclasses.replace(saved.budget, **dict.fromkeys(BUDGETS)))
