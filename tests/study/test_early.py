@@ -209,6 +209,32 @@ def test_it_says_by_what_variants_were_dropped() -> None:
     assert "(dropped after step 4 by held-out loss)" in build_page(results_of(by_figure, rows))
 
 
+def test_runs_of_fewer_steps_are_ranked_where_as_large_a_share_of_them_is_over() -> None:
+    """d has half as many, and is held against the control of twice its step."""
+    text = "seeds = 1\n[settings]\ntrain.steps = 8\n"
+    text += "".join(f'[[variants]]\nname = "{name}"\n' for name in "abcd") + "train.steps = 4\n" + BY_SIGNAL
+    study = parse_study(text, name="mine", where="mine.toml")
+    signals = {"a": (9.0, 1.0), "b": (4.0, 2.0), "c": (2.0, 4.0), "d": (1.0, 5.0)}
+    rows = planted(study, {name: signals[name] for name in "abc"}, 2) | planted(study, {"d": signals["d"]}, 1)
+    rows |= planted(study, {name: signals[name] for name in "ac"}, 4) | planted(study, {"d": signals["d"]}, 2)
+    ends = [now.steps for now in rounds(study, rows | planted(study, {"a": signals["a"]}, 8))]
+    assert ends == [{"a": 2, "b": 2, "c": 2, "d": 1}, {"a": 4, "c": 4, "d": 2}, {"a": 8, "d": 4}]
+    read_elsewhere = {
+        ("d", 0, 1): replace(rows["d", 0, 1], data="y"),
+        ("a", 0, 2): replace(rows["a", 0, 2], data="x"),
+    }
+    assert survivors_of(study, rows | read_elsewhere)[1] == ["a", "b", "c"]
+    assert "after 1/4 of their steps and after 1/2 of their steps one of 2" in build_page(
+        results_of(study, rows)
+    )
+    probes = {one.name: PROBE for one in study.variants}
+    lines = announcement(study, {}, probes, places=1, limited_by="", seconds=1.0, threads=1)
+    assert any(
+        "all run to 1/4 of their steps; one of 2 goes on to 1/2 of their steps, then to their end" in line
+        for line in lines
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [

@@ -50,7 +50,7 @@ def dry_run(
     """
     if out is not None and out.exists():
         raise StorageError(f"{out} exists already", do="choose another name; nothing is overwritten")
-    measured = preview(config, given, target)
+    measured = preview(config, given, target, required=out is not None or target is not None)
     if measured is not None:
         _show_measured(measured, out)
         return

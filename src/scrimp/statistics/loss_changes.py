@@ -74,10 +74,11 @@ class LossChanges:
         for recipe in self._recipes:
             uses = planned.uses(FPROP, planned.clock.now, recipe)
             if any(use.operand is not None for use in uses):
-                changes = _by_token(g, x, w, passed, uses)
-                pieces = torch.zeros(LOSS_PARTS, device=g.device)
-                pieces.index_add_(0, torch.arange(len(g), device=g.device) * LOSS_PARTS // len(g), changes)
-                self._pieces[layer, recipe, expert].append(pieces.double().cpu().numpy())
+                changes = _by_token(g, x, w, passed, uses).double().cpu().numpy()
+                pieces = np.arange(len(g)) * LOSS_PARTS // len(g)
+                sums = np.zeros(LOSS_PARTS)
+                np.add.at(sums, pieces, changes)
+                self._pieces[layer, recipe, expert].append(sums)
 
     def join(self, layers: Sequence[str]) -> Array:
         """[L, P, 16] of all ranks' tokens, in units of the loss; after the pass, by all ranks and the same on each."""

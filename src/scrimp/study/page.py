@@ -148,7 +148,7 @@ def _header(results: Results) -> Markup:
 
 
 def _rounds(study: Study, halving: Halving) -> str:
-    ends = " and ".join(study.ends_in_words(halving)[:-1])
+    ends = " and after ".join(study.ends_in_words(halving)[:-1])
     return f"after {ends} one of {halving.factor} goes on, ranked by {ranked_by(study)}"
 
 

@@ -57,6 +57,13 @@ def compared_step(study: Study, rows: Mapping[Key, Row], variant: str) -> int:
     return next((end for end in ends if differences(study, rows, variant, end)), last)
 
 
+def step_of_control(study: Study, rows: Mapping[Key, Row], variant: str, step: int) -> int:
+    """The step of the control that a variant's is compared with: its last one, with halving that of the same round."""
+    if study.halving is None:
+        return last_steps(rows, study.control)
+    return study.step_of_control(variant, step)
+
+
 def last_steps(rows: Mapping[Key, Row], variant: str) -> int:
     """The last step at which any run of a variant has a row."""
     return max((steps for name, _, steps in rows if name == variant), default=0)
@@ -72,8 +79,7 @@ def _beside_control(
 ) -> Iterator[tuple[Row, Row]]:
     """The row of a variant and that of the control, of each seed that has both."""
     at = compared_step(study, rows, variant) if step is None else step
-    is_round = study.halving is not None
-    at_of_control = study.step_of_control(variant, at) if is_round else last_steps(rows, study.control)
+    at_of_control = step_of_control(study, rows, variant, at)
     for seed in seeds_of(study, rows):
         mine, control = rows.get((variant, seed, at)), rows.get((study.control, seed, at_of_control))
         if mine is not None and control is not None:

@@ -19,7 +19,14 @@ from scrimp.report.units import format_number, format_percent
 from scrimp.study.comparisons import MOST_PAIRS, Comparison, compare
 from scrimp.study.definition import FigureName, Study
 from scrimp.study.looks import Look, Looks, confidence_of, number_of
-from scrimp.study.pairs import compared_step, differences, figure_of, last_steps, seeds_of, with_other_data
+from scrimp.study.pairs import (
+    compared_step,
+    differences,
+    figure_of,
+    seeds_of,
+    step_of_control,
+    with_other_data,
+)
 from scrimp.study.rounds import descent_point, is_finished, loss_of, reached_round, steps_of, visited
 from scrimp.study.rows import Curve, Key, Row
 
@@ -161,7 +168,7 @@ def _outcome(
             matters=study.matters,
             next_confidence=confidence_of(study.confidence_of_each, earlier + 1),
         )
-    control = _control_mean(study, rows, comparison, name)
+    control = _control_mean(study, rows, comparison, step_of_control(study, rows, name, steps))
     relative = comparison.mean / control if comparison and comparison.mean is not None and control else None
     return Outcome(
         name=name,
@@ -179,12 +186,9 @@ def _outcome(
 
 
 def _control_mean(
-    study: Study, rows: Mapping[Key, Row], comparison: Comparison | None, name: str
+    study: Study, rows: Mapping[Key, Row], comparison: Comparison | None, at: int
 ) -> float | None:
-    """The mean figure of the control's runs that are part of a variant's pairs."""
-    at = last_steps(rows, study.control)
-    if study.halving is not None:
-        at = study.step_of_control(name, compared_step(study, rows, name))
+    """The mean figure of the control's runs, at a step, that are part of the pairs."""
     seeds = comparison.differences if comparison else {}
     found = [figure_of(study, rows[study.control, seed, at]) for seed in seeds]
     values = [value for value in found if value is not None]

@@ -89,8 +89,7 @@ def decide_tokenizer(config: Config, architecture: Architecture) -> tuple[Config
         data, reasons["data.tokenizer"] = replace(data, tokenizer="bpe"), f"trained on {text}"
     config = replace(config, data=data)
     if shards is not None or data.tokenizer != "bpe":
-        _refuse_vocabulary_size(config)
-        return config, reasons
+        return config, reasons | _checked_vocabulary_size(config)
     if reads_conversations(config):
         chat_tokenizer(corpus_spec(config, config.data.source), None)  # refuses
     if data.vocab_size is None:
@@ -134,14 +133,14 @@ def shards_of(data: DataConfig) -> Path | None:
     return next((folder for folder in map(shards_at, data.sources) if folder is not None), None)
 
 
-def _refuse_vocabulary_size(config: Config) -> None:
-    """Refuse a size that the ready tokenizer does not keep.
+def _checked_vocabulary_size(config: Config) -> dict[str, str]:
+    """Refuse a size that the ready tokenizer does not keep; of another one, why it changes nothing.
 
-    Another is no contradiction: a recipe sets one for its first run, whose tokenizer the next one goes on with.
+    It is no contradiction: a recipe sets one for its first run, whose tokenizer the next one goes on with.
     """
     data, shards = config.data, shards_of(config.data)
     if data.vocab_size is None:
-        return
+        return {}
     name = shards / TOKENIZER if shards is not None and data.tokenizer == "auto" else data.tokenizer
     entries = load_tokenizer(name).vocab_size
     if entries > data.vocab_size:
@@ -151,6 +150,7 @@ def _refuse_vocabulary_size(config: Config) -> None:
             expected=f"at most {data.vocab_size:,}",
             do="leave data.vocab_size out, or set --data.tokenizer bpe to train one on a text",
         )
+    return {"data.vocab_size": f"the tokenizer is there already, and has {entries:,} entries"}
 
 
 def corpus_spec(config: Config, source: str) -> CorpusSpec:

@@ -11,6 +11,7 @@ from profiles import profile
 from scrimp.config.snip import ORDERED
 from scrimp.planner.precision import Budget, Question, choose, harm_of
 from scrimp.planner.precision.choose import is_within
+from scrimp.planner.precision.profile import PrecisionProfile
 from scrimp.planner.precision.stability import RULE, WORTH, certainty, settle, switching_costs
 
 FORMATS = ("fp8", "nvfp4")
@@ -28,6 +29,22 @@ def question(batches: int = 4, seed: int = 0, **changes: object) -> Question:
         fixed.append(dataclasses.replace(batch, errors=errors, results=results, losses=losses))
     made = dataclasses.replace(made, batches=tuple(fixed))
     return dataclasses.replace(Question(made, HALF), **changes)  # type: ignore[arg-type]
+
+
+def almost_even(made: PrecisionProfile) -> PrecisionProfile:
+    """Equal layers whose dgrad and wgrad reach their own weight alone: costs are within a few per cent."""
+    batches = []
+    own = np.zeros_like(made.batches[0].backward)
+    own[:, :, list(made.owners), range(len(made.layers))] = 1.0
+    for batch in made.batches:
+        changes = {
+            field.name: np.ones_like(getattr(batch, field.name)) for field in dataclasses.fields(batch)
+        }
+        errors = changes["errors"] * [[0.2], [1.0]] * (1 + 0.01 * np.tanh(np.log(batch.errors[:, :, 1:])))
+        changes |= {"errors": errors, "results": errors, "losses": 0 * batch.losses, "loss": 1.0}
+        changes["backward"] = own
+        batches.append(dataclasses.replace(batch, **changes))
+    return dataclasses.replace(made, shapes=((8, 8),) * len(made.layers), batches=tuple(batches))
 
 
 def test_equal_batches_make_a_certain_plan() -> None:
@@ -66,9 +83,13 @@ def test_leaving_a_format_costs_what_its_difference_spreads_over_batches() -> No
     np.testing.assert_allclose(found[:, :, 1], by_hand)
 
 
-@pytest.mark.parametrize(("seed", "policy"), [(0, "snip"), (6, "snip"), (199, RULE)])
+@pytest.mark.parametrize("policy", ["snip", RULE])
+@pytest.mark.parametrize("seed", [0, 6])
 def test_the_first_plan_leaves_the_rule_where_that_is_worth_it(seed: int, policy: str) -> None:
+    """Costs that differ by chance make the best plan much better than the rule's, costs that hardly differ do not."""
     asked = question(batches=1, seed=seed)
+    if policy == RULE:
+        asked = dataclasses.replace(asked, profile=almost_even(asked.profile))
     rule, best = (choose(dataclasses.replace(asked, policy=name)) for name in (RULE, "snip"))
     assert (harm_of(best.costs, best.formats) < (1 - WORTH) * harm_of(best.costs, rule.formats)) == (
         policy == "snip"

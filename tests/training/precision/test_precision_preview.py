@@ -183,6 +183,15 @@ def test_another_run_from_the_weights_is_planned_as_it_would_be_trained(
     assert "precision after step" not in planned.out
     if refused:
         assert planned.err == told
+    assert main(["plan", *words, f"--out={tmp_path / 'plan.json'}"]) == 2
+    assert "has no checkpoint yet to measure" in capsys.readouterr().err
+
+
+def test_the_tokenizer_that_the_run_has_decided_is_no_other_one(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert preview(run_dir, "--data.tokenizer=auto") == 0
+    assert "precision after step 8" in capsys.readouterr().out
 
 
 def test_a_plan_can_be_written_only_where_one_is_measured(

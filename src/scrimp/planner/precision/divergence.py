@@ -40,7 +40,7 @@ Cost     Per layer, SNIP's own (eq. 7): LD / sum LD + beta WD / sum WD, sums ove
          with NL, NW, NM the sums over everything at the reference format (the lowest).
 Limits   SNIP's own method takes errors of W as independent between tokens, and understates them where T is large. Of
          the change of the loss only the size is predicted. The larger of two numbers is too large on average: of parts
-         that are normal around nothing LD is 1.22 times what it should be.
+         that are normal around nothing, with R right, LD's root mean square is 1.22 times the right one.
          Layers whose statistics are not finite have costs that are not; sums leave them out.
 Source   SNIP (arXiv 2602.01410), reconstruction eq. (1), (2), (4), (6) to (8).
 Checked  tests/planner/precision/test_divergence.py; against real damage in benchmarks/snip_rates.py.
@@ -110,7 +110,7 @@ SNIP = Method("norms", "rms", "tokens", "independent")
 def divergence(profile: PrecisionProfile, batch: BatchStatistics, method: Method | None = None) -> Divergence:
     """All terms from the statistics of one batch."""
     method = method or Method()
-    loss = np.sqrt(loss_squares(profile, batch, method)) / abs(batch.loss)
+    loss = np.sqrt(_loss_squares(profile, batch, method)) / abs(batch.loss)
     errors = local_errors(profile, batch, method)
     e_f, e_w = (np.sqrt((errors[gemm] ** 2).sum(-1)) for gemm in (FPROP, WGRAD))
     curvature = 0.5 * e_f**2 * batch.curvature[:, None] / abs(batch.loss)
@@ -123,9 +123,8 @@ def divergence(profile: PrecisionProfile, batch: BatchStatistics, method: Method
     return Divergence(loss, curvature, update, np.sqrt(squares).sum(0))
 
 
-def loss_squares(profile: PrecisionProfile, batch: BatchStatistics, method: Method | None = None) -> Array:
+def _loss_squares(profile: PrecisionProfile, batch: BatchStatistics, method: Method) -> Array:
     """[L, P] mean squares of the first-order change of the loss by fprop, in the loss's own units."""
-    method = method or Method()
     _check("losses", method.losses, ("real", "independent"))
     outputs, inputs = (np.array(sizes, dtype=float) for sizes in zip(*profile.shapes, strict=True))
     x_error, w_error = batch.errors[:, FPROP, :, 0], batch.errors[:, FPROP, :, 1]

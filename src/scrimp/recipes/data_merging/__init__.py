@@ -14,9 +14,10 @@ Study    `scrimp study recipe:data-merging`: five packages of the standard libra
          pairs also by models that were truly trained on them, on eight held-out texts: those of the domains, and three
          that nobody trains on. What a variant is made of, its `data.mix` and `merge` say, not its name.
          Said of each text: Spearman's correlation of the two losses over the pairs, with an interval by a bootstrap
-         of mixtures and seeds, and Pearson's; what the mean of the domains' own losses correlates, which needs no
-         merge; which rank the mixtures truly have in the order that merges give them; and what merges choose greedily,
-         a domain at a time: where its pair lies among the trained ones, and how many domains have the lowest loss.
+         of mixtures and seeds, and Pearson's; how well the mean of the domains' own losses, which needs no merge,
+         foretells the order; which rank the mixtures truly have in the order that merges give them; and what merges
+         choose greedily, a domain at a time: where its pair lies among the trained ones, and which set on that path has
+         the lowest loss.
 Limits   Mixtures share domains, so that they are no independent draws: the interval is narrower than it should be.
          On a domain's own text, mixtures with it and without are far apart, and any score tells these: texts of nobody
          are the harder test. Runs must go on from one seed model: averages of models that do not mean nothing.
@@ -167,7 +168,7 @@ def _of_text(scores: Scores) -> str:
 
 
 def _unmerged(scores: Scores, order: Sequence[Shares], trained: Sequence[float]) -> str:
-    """What is foretold without a merge: by the mean of the losses of a mixture's domains, by their shares."""
+    """How well the order is foretold without a merge, by the mean of the losses of a mixture's domains."""
     alone = {
         name: statistics.fmean(found)
         for one, found in scores.merged.items()

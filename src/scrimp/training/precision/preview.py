@@ -52,24 +52,36 @@ class Preview:
     step: int
 
 
-def preview(config: Config, given: Collection[str], target: ExportTarget | None = None) -> Preview | None:
+def preview(
+    config: Config, given: Collection[str], target: ExportTarget | None = None, *, required: bool = False
+) -> Preview | None:
     """Measure and plan; None where model.weights names no run with a checkpoint, or the settings are of another run.
 
     Args:
         target: the trainer that the plan is to run in; None: this one.
+        required: settings of another run are refused.
 
     Raises:
-        CheckpointError: the run has no optimizer state that fits; PlanError: the budget cannot be reached.
+        CheckpointError: the run has no optimizer state that fits.
+        ConfigError: settings of another run where a measured plan is required.
+        PlanError: the budget cannot be reached.
     """
     folder = config.model.weights
     if folder is None or not config.is_planned or not is_run(folder):
         return None
     checkpoint = checkpoint_of(folder)
-    saved, now = saved_config(folder), flatten(config)
+    saved, now = saved_config(folder), flatten(anchored(config))
     changes = {key: now[key] for key in given if key not in _OF_ITS_OWN}
     before = flatten(saved)
-    if any(key.startswith(_OF_ANOTHER_RUN) and value != before[key] for key, value in changes.items()):
-        return None
+    for key, value in changes.items():
+        if key.startswith(_OF_ANOTHER_RUN) and value != before[key]:
+            if not required:
+                return None
+            raise ConfigError(
+                f"a run with another {key} has no checkpoint yet to measure",
+                got=f"{value}, {folder} was trained with {before[key]}",
+                do="leave it out, or plan without --out and --target",
+            )
     if changes.get("data.tokenizer") == "auto":
         del changes["data.tokenizer"]  # the run has decided it
     if any(f"budget.{name}" in given for name in BUDGETS):
