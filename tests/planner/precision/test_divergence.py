@@ -224,10 +224,24 @@ def test_an_error_that_grows_makes_its_own_gemm_dearer_and_no_other(
 def test_batches_are_averaged_in_squares(given_profile: PrecisionProfile, method: Method) -> None:
     each = [divergence(given_profile, batch, method) for batch in given_profile.batches]
     found = mean_divergence(given_profile, method)
-    for name in ("loss", "update", "layer_update"):
+    for name in ("update", "layer_update", *(["loss"] if method == SNIP else [])):
         squares = [getattr(one, name) ** 2 for one in each]
         assert np.allclose(getattr(found, name) ** 2, sum(squares) / len(squares))
     assert np.allclose(found.curvature, sum(one.curvature for one in each) / len(each))
+
+
+@FAST
+@given(profiles(batches=3))
+def test_of_the_mean_change_of_the_loss_its_own_noise_is_taken_off(given_profile: PrecisionProfile) -> None:
+    batches, found = given_profile.batches, mean_divergence(given_profile).loss
+    for n, p in cells(given_profile):
+        changes = [[float(part) / batch.loss for part in batch.losses[n, p]] for batch in batches]
+        spread = statistics.fmean(len(one) * statistics.variance(one) for one in changes)
+        independent = statistics.fmean(Naive(given_profile, batch).ld(n, p) ** 2 for batch in batches)
+        variance = (spread + independent) / 2
+        mean = statistics.fmean(sum(one) for one in changes)
+        expected = max(mean**2 - variance / len(batches), 0.0) + variance
+        assert found[n, p] == pytest.approx(math.sqrt(expected))
 
 
 def test_the_parts_sum_up_to_the_costs() -> None:

@@ -14,13 +14,13 @@ Method   Local errors of one layer and format, with T tokens, O outputs, I input
          Loss, relative: the size of its first-order change, and the mean of the second-order change::
 
              R^2 = (|gX| |eX|)^2 / numel X + (|gW| |eW|)^2 / numel W
-             LD  = sqrt(max(D^2, (S^2 + R^2) / 2)) / |Loss|
+             LD  = sqrt(max(D^2 - v / N, 0) + v) / |Loss|,    v = (S^2 + R^2) / 2
              LD2 = e_f^2 (z'Hz / |z|^2) / 2 / |Loss|
 
-         SNIP has R alone, of random errors. D is the sum of <G, E> over the batch, with E the real error of fprop's
-         result, and S^2 the variance of such sums by the spread of the batch's 16 parts
-         (`scrimp.statistics.loss_changes`). R does not know what tokens share, S has 15 degrees of freedom: LD takes
-         the mean of their squares, or D where the batch shows more.
+         SNIP has R alone, of random errors. D is the sum of <G, E> over a batch, the mean of N batches, with E the real
+         error of fprop's result, and S^2 the variance of such sums by the spread of a batch's 16 parts
+         (`scrimp.statistics.loss_changes`). R does not know what tokens share, S has 15 degrees of freedom: v, their
+         mean, is how much a batch varies, v / N how much of D^2 that is, and LD^2 what is expected of a batch's square.
 
          Weights: gains F and B carry local errors to every weight k, c_k = lr s_k / |W_k| to its update. By default
          c_k F and c_k B are one measured number, the change of the update that the noise caused, and there are
@@ -39,8 +39,8 @@ Cost     Per layer, SNIP's own (eq. 7): LD / sum LD + beta WD / sum WD, sums ove
 
          with NL, NW, NM the sums over everything at the reference format (the lowest).
 Limits   SNIP's own method takes errors of W as independent between tokens, and understates them where T is large. Of
-         the change of the loss only the size is predicted. The larger of two numbers is too large on average: of parts
-         that are normal around nothing, with R right, LD's root mean square is 1.22 times the right one.
+         the change of the loss only the size is predicted. LD of one batch is too large: where parts are normal around
+         nothing, and R is right, its root mean square is 1.22 times the right one.
          Layers whose statistics are not finite have costs that are not; sums leave them out.
 Source   SNIP (arXiv 2602.01410), reconstruction eq. (1), (2), (4), (6) to (8).
 Checked  tests/planner/precision/test_divergence.py; against real damage in benchmarks/snip_rates.py.
@@ -110,7 +110,7 @@ SNIP = Method("norms", "rms", "tokens", "independent")
 def divergence(profile: PrecisionProfile, batch: BatchStatistics, method: Method | None = None) -> Divergence:
     """All terms from the statistics of one batch."""
     method = method or Method()
-    loss = np.sqrt(_loss_squares(profile, batch, method)) / abs(batch.loss)
+    loss = np.sqrt(_loss_squares(profile, (batch,), method))
     errors = local_errors(profile, batch, method)
     e_f, e_w = (np.sqrt((errors[gemm] ** 2).sum(-1)) for gemm in (FPROP, WGRAD))
     curvature = 0.5 * e_f**2 * batch.curvature[:, None] / abs(batch.loss)
@@ -123,20 +123,24 @@ def divergence(profile: PrecisionProfile, batch: BatchStatistics, method: Method
     return Divergence(loss, curvature, update, np.sqrt(squares).sum(0))
 
 
-def _loss_squares(profile: PrecisionProfile, batch: BatchStatistics, method: Method) -> Array:
-    """[L, P] mean squares of the first-order change of the loss by fprop, in the loss's own units."""
+def _loss_squares(profile: PrecisionProfile, batches: Sequence[BatchStatistics], method: Method) -> Array:
+    """[L, P] mean squares of the relative first-order change of the loss by fprop."""
     _check("losses", method.losses, ("real", "independent"))
     outputs, inputs = (np.array(sizes, dtype=float) for sizes in zip(*profile.shapes, strict=True))
-    x_error, w_error = batch.errors[:, FPROP, :, 0], batch.errors[:, FPROP, :, 1]
-    of_x = (batch.gx[:, None] * x_error) ** 2 / (profile.rows * inputs)[:, None]
-    of_w = (batch.gw[:, None] * w_error) ** 2 / (outputs * inputs)[:, None]
-    independent: Array = of_x + of_w
+    squares, changes, spreads = [], [], []
+    for batch in batches:
+        x_error, w_error = batch.errors[:, FPROP, :, 0], batch.errors[:, FPROP, :, 1]
+        of_x = (batch.gx[:, None] * x_error) ** 2 / (profile.rows * inputs)[:, None]
+        of_w = (batch.gw[:, None] * w_error) ** 2 / (outputs * inputs)[:, None]
+        squares.append((of_x + of_w) / batch.loss**2)
+        changes.append(batch.losses.sum(-1) / batch.loss)
+        spreads.append(LOSS_PARTS * batch.losses.var(-1, ddof=1) / batch.loss**2)
+    independent: Array = np.mean(squares, axis=0)
     if method.losses == "independent":
         return independent
-    change = batch.losses.sum(-1)
-    variance = LOSS_PARTS * batch.losses.var(-1, ddof=1)
-    real: Array = np.maximum(change**2, (variance + independent) / 2)
-    return real
+    variance = (np.mean(spreads, axis=0) + independent) / 2
+    found: Array = np.maximum(np.mean(changes, axis=0) ** 2 - variance / len(batches), 0.0) + variance
+    return found
 
 
 def _carried(gains: Array, errors: Array) -> Array:
@@ -239,7 +243,8 @@ def layer_costs(profile: PrecisionProfile, found: Divergence, weights: Weights |
 
 
 def mean_divergence(profile: PrecisionProfile, method: Method | None = None) -> Divergence:
-    """Over the batches: mean squares of deviations, means of means."""
+    """Over the batches: mean squares of deviations, means of means; the loss as of all of them together."""
+    method = method or Method()
     found = [divergence(profile, batch, method) for batch in profile.batches]
 
     def root_mean_square(name: str) -> Array:
@@ -247,7 +252,7 @@ def mean_divergence(profile: PrecisionProfile, method: Method | None = None) -> 
         return roots
 
     return Divergence(
-        root_mean_square("loss"),
+        np.sqrt(_loss_squares(profile, profile.batches, method)),
         np.mean([one.curvature for one in found], axis=0),
         root_mean_square("update"),
         root_mean_square("layer_update"),

@@ -7,7 +7,8 @@ Method   A divergence D is the root of a ratio of means over n batches, D^2 = me
 
              e = std(U - D^2 S) / (sqrt(n) mean(U)),    the interval is from D exp(-t e / 2) to D exp(t e / 2)
 
-         It is taken on the logarithm: what is positive and skewed cannot go below zero.
+         It is taken on the logarithm: what is positive and skewed cannot go below zero. The loss divergence of all
+         batches together is less than the mean of each one's (`divergence`); the interval is laid around it.
 Why not  Batches drawn with replacement, as for `certainty`: of two batches they give no more than the two values,
          between which the truth lies half the time.
 Limits   One batch has no interval. Where gains are measured on one of the batches alone, as training does, how they
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scrimp.planner.precision.choose import Question
-from scrimp.planner.precision.divergence import divergence
+from scrimp.planner.precision.divergence import divergence, mean_divergence
 
 Array = NDArray[np.float64]
 LEVEL = 0.95
@@ -49,8 +50,11 @@ def intervals(question: Question, formats: NDArray[np.int64]) -> dict[str, list[
         loss.append(np.nansum(found.loss[rows, formats[:, 0]] ** 2))
         update.append(np.nansum(np.take_along_axis(found.update, formats[:, :, None], axis=2) ** 2))
     sizes = np.array([(batch.update**2).sum() for batch in profile.batches])
+    of_all = mean_divergence(profile, question.method).loss[rows, formats[:, 0]]
+    down = math.sqrt(np.nansum(of_all**2) / mean) if (mean := float(np.mean(loss))) > 0 else 1.0
+    low, high = root_interval(np.array(loss), np.ones(len(loss)))
     bounds = {
-        "loss_divergence": root_interval(np.array(loss), np.ones(len(loss))),
+        "loss_divergence": (low * down, high * down),
         "weight_divergence": root_interval(np.array(update), sizes),
     }
     return {name: list(pair) for name, pair in bounds.items() if all(map(math.isfinite, pair))}
