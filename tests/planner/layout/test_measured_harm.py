@@ -96,6 +96,7 @@ def test_sensitive_products_keep_their_format() -> None:
     rest = {
         "errors": even,
         "results": np.zeros_like(even),
+        "losses": np.zeros_like(flat.batches[0].losses),
         "backward": np.zeros_like(flat.batches[0].backward),
         "forward": np.zeros_like(flat.batches[0].forward),
     }
