@@ -2,7 +2,8 @@
 
 ::
 
-    clean      in the compute type: norms, errors of every candidate format, gradients, the stream at its nodes
+    clean      in the compute type: norms, errors of every candidate format and what they do to the loss, gradients, the
+               stream at its nodes
     noise      passes for the gains (six by default, see `gains`), differences to the clean run
     format     a pass for each kind of layer, some of which run in the lowest format (`calibration`)
     update     sensitivity of each weight's update, from the optimizer's state before the step
