@@ -40,7 +40,7 @@ FIRST: Final = "adamw"
 _SECOND: Final = "fira"
 _DIVISORS: Final = (4, 8, 16)
 _PRICE: Final = (
-    "price: at its best rate fira of rank width / 4 ended 0.03 above and 0.01 below adamw at 1M (two seeds), 0.04 "
+    "price: at its best rate fira of rank width / 4 ended 0.02 above adamw at 1M (four seeds, -0.02 to +0.06), 0.04 "
     "above at 3M (docs/recipes.md), ranks of width / 8 and / 16 another 0.06 and 0.10 (docs/lab-log.md); at 60M to 1B "
     "full rank is published as best"
 )
