@@ -72,8 +72,7 @@ class DataConfig:
     """bytes; bpe (trained on the corpus); or a folder with a tokenizer.json. auto: the one
     of the shards or of model.weights if there is one, else bpe."""
     vocab_size: int | None = None
-    """Entries of a bpe tokenizer trained here; a ready one may have as many or fewer. Unset: the model's vocabulary, at
-    most 32,768."""
+    """Entries of a bpe tokenizer trained here, and the most of a ready one. Unset: the model's, at most 32,768."""
     held_out: float | Path = 0.02
     """Share of the text kept for evaluation, in documents chosen by a hash of their text; or a file
     (or another source) to evaluate on. Of a saved data set with a validation split: 0, or that split."""

@@ -8,7 +8,7 @@ Method   A divergence D is the root of a ratio of means over n batches, D^2 = me
              e = std(U - D^2 S) / (sqrt(n) mean(U)),    the interval is from D exp(-t e / 2) to D exp(t e / 2)
 
          It is taken on the logarithm: what is positive and skewed cannot go below zero. The loss divergence of all
-         batches together is less than the mean of each one's (`divergence`); the interval is laid around it.
+         batches together is another than the mean of each one's (`divergence`); the interval is laid around it.
 Why not  Batches drawn with replacement, as for `certainty`: of two batches they give no more than the two values,
          between which the truth lies half the time.
 Limits   One batch has no interval. Where gains are measured on one of the batches alone, as training does, how they
